@@ -375,7 +375,8 @@ class Endpoints:
             spent_s=self._time.spent_s(request.timeout_s, caller),
         )
 
-    def _choose_weights(self) -> bytes:
+    async def _choose_weights(self) -> bytes:
+        await self.gateway.wait_for_route()
         try:
             return choose_weights(self.gateway.core.membership.workers)
         except NoWorker as error:

@@ -7,7 +7,7 @@ Owns the forms of ``prompt`` and the parts of messages. Work of more than about 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -63,12 +63,12 @@ class Prompt:
 class ImageSupport:
     """What a model with image input needs: an image reader, the form of images in prompts, and the current model fingerprint.
 
-    ``model_fingerprint`` raises NoWorker if there is no route.
+    ``model_fingerprint`` raises NoWorker if there is no route, and waits while one is expected.
     """
 
     reader: RequestImageReader
     prompts: ImagePrompts
-    model_fingerprint: Callable[[], bytes]
+    model_fingerprint: Callable[[], Awaitable[bytes]]
 
 
 class PromptReader:
@@ -160,7 +160,7 @@ class PromptReader:
         expanded = prompts.expand(text, [image.size for image in images])
         token_ids = await self._encode_chat(request, expanded, limits)
         _check_num_tokens(token_ids, limits, "messages")
-        fingerprint = self._image_support.model_fingerprint()
+        fingerprint = await self._image_support.model_fingerprint()
         features, media = await submit(None, partial(prompts.features, token_ids, images, fingerprint))
         places = {found.image.content: found.place for found in reversed(placed)}  # the first of equal files
         return Prompt(tuple(token_ids), text, features, media, tuple(places[content] for content in media), fingerprint)

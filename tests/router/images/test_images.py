@@ -15,6 +15,7 @@ from core.errors import EncoderInputMissing, InvalidRequest
 from core.model.image_file import read_image_size
 from core.model.image_prompt import PromptImage, load_image_prompts
 from core.model.tokenizer import Tokenizer
+from core.testing.clock import FakeClock
 from core.wire.messages import EncodeFailed, EncodeRequest, ErrorInfo
 from router.images.reader import decode_data_url
 from router.openai.served_model import ServedModel
@@ -168,6 +169,27 @@ async def test_a_request_whose_workers_leave_before_its_images_are_here_finds_no
     response = await asking
     assert response.status_code == 503
     assert response.json()["error"]["code"] == "no_worker"
+
+
+async def test_a_request_whose_images_come_while_its_workers_reconnect_after_a_pause_waits(start_sighted, host):
+    host.has("/cat", picture())
+    host.gate.clear()
+    clock = FakeClock()
+    under_test = await start_sighted(images=FROM_LOOPBACK, clock=clock)
+    gateway = under_test.router.gateway
+    await under_test.until(lambda: gateway.core.membership.pauses._last_tick is not None)
+    asking = asyncio.create_task(post(under_test, chat(image_part(f"{host.url}/cat"))))
+    await host.asked.wait()
+    clock.advance(30.0)
+    under_test.find_cut_off()
+    waits, wait_for_change = [], gateway.wait_for_change
+    gateway.wait_for_change = lambda: waits.append(1) or wait_for_change()
+    host.gate.set()
+    await under_test.until(lambda: waits or asking.done())
+    for worker in under_test.workers:
+        await under_test.reconnect(worker)
+    response = await asking
+    assert response.status_code == 200, response.text
 
 
 async def add_encoder_that_refuses(under_test):
