@@ -6,7 +6,7 @@ Owns the parts of answers that no reader has taken yet. All methods belong to th
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 
 from core.clock import Clock
@@ -72,12 +72,22 @@ class EngineAnswer:
 
 
 class EngineApi:
-    """Calls of the engines of a router's workers. ``perform`` carries out what the core answers."""
+    """Calls of the engines of a router's workers.
 
-    def __init__(self, core: RouterCore, clock: Clock, perform: Callable[[Sequence[Action]], None]) -> None:
+    ``perform`` carries out what the core answers; ``wait_for_change`` ends when the router may know more of its workers.
+    """
+
+    def __init__(
+        self,
+        core: RouterCore,
+        clock: Clock,
+        perform: Callable[[Sequence[Action]], None],
+        wait_for_change: Callable[[], Awaitable[None]],
+    ) -> None:
         self._core = core
         self._clock = clock
         self._perform = perform
+        self.wait_for_change = wait_for_change
         self._answers: dict[str, EngineAnswer] = {}
         self.is_closed = False
 
@@ -91,6 +101,11 @@ class EngineApi:
     def splits_output(self) -> bool:
         """True if an engine separates reasoning from the text of every chat."""
         return any(worker.facts.splits_output for worker in self._core.membership.workers)
+
+    @property
+    def is_settling(self) -> bool:
+        """True if the router was just paused, so that workers may reconnect soon."""
+        return not self.is_closed and self._core.is_settling(self._clock.now())
 
     def now(self) -> float:
         """Return the time by the router's clock, in seconds."""

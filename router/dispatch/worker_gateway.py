@@ -129,7 +129,7 @@ class WorkerGateway:
     ) -> None:
         limits = RouterLimits.of(config)
         self.core = RouterCore(model, router_id, limits)
-        self.engine_api = EngineApi(self.core, clock, self._perform)
+        self.engine_api = EngineApi(self.core, clock, self._perform, self.wait_for_change)
         self.worker_address = config.worker_address
         self._keys = keys
         self._clock = clock

@@ -128,18 +128,13 @@ class EngineRenderer:
         encoded = msgspec.json.encode(body)
         last = ErrorInfo.of(NoWorker("no engine answers"))
         for _ in range(MAX_TRIES):
-            left_s = deadline() - self._api.now()
-            if left_s <= 0:
-                raise EngineRefusal(ErrorInfo.of(DeadlineExceeded("the engines did not answer in the time of the request")))
+            worker, left_s = await self._choose(frozenset(avoid), model_fingerprint, deadline)
             try:
-                worker = self._api.choose(frozenset(avoid), model_fingerprint)
                 status, content = await self._call(worker, path, encoded, left_s)
                 if status == HTTPStatus.OK:
                     return read(content), worker.facts.model_fingerprint
                 last = refusal(status, content)
                 is_final = last.http_status < HTTPStatus.INTERNAL_SERVER_ERROR
-            except NoWorker as error:
-                raise EngineRefusal(ErrorInfo.of(error)) from None
             except CallFailed as failed:
                 last, is_final = failed.info, ends_tries(failed.info, deadline() - self._api.now())
             except msgspec.MsgspecError as error:
@@ -148,6 +143,19 @@ class EngineRenderer:
                 break
             avoid.add(worker.key)
         raise EngineRefusal(last)
+
+    async def _choose(
+        self, avoid: frozenset[WorkerKey], model_fingerprint: bytes, deadline: Callable[[], float]
+    ) -> tuple[GenerationWorker, float]:
+        """Return whose engine is asked, and how many seconds are left. After a pause of the router it may have to reconnect."""
+        while (left_s := deadline() - self._api.now()) > 0:
+            try:
+                return self._api.choose(avoid, model_fingerprint), left_s
+            except NoWorker as error:
+                if not self._api.is_settling:
+                    raise EngineRefusal(ErrorInfo.of(error)) from None
+            await self._api.wait_for_change()
+        raise EngineRefusal(ErrorInfo.of(DeadlineExceeded("the engines did not answer in the time of the request")))
 
     async def _call(self, worker: GenerationWorker, path: str, body: bytes, timeout_s: float) -> tuple[int, bytes]:
         """Return the status and the content of an engine's answer."""

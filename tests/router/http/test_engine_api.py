@@ -331,6 +331,33 @@ async def test_after_a_pause_a_body_waits_for_workers(just_paused, takes_calls, 
     assert len(calls_of(served, RENDER)) == num_calls
 
 
+@pytest.mark.parametrize(
+    ("path", "fields", "number"),
+    [(COUNT, {}, 1), (CHAT, {}, 1), (CHAT, {}, 2), (CHAT, {"stream": True}, 2)],
+    ids=["count", "render", "split", "split a part"],
+)
+async def test_a_call_whose_engines_are_found_cut_off_after_a_pause_waits_for_them(just_paused, path, fields, number):
+    served, _, _ = just_paused
+    calls = {RENDER: rendered, SPLIT: split, COUNT: lambda body: (200, {"input_tokens": 7})}
+    worker = await served.add("aggregated", takes_calls=True, script=served.script(calls=calls))
+    api, chosen, is_cut_off = served.router.gateway.engine_api, [], asyncio.Event()
+    choose = api.choose
+
+    def cut_off_and_choose(*args):
+        chosen.append(args)
+        if len(chosen) == number:
+            served.find_cut_off()
+            is_cut_off.set()
+        return choose(*args)
+
+    api.choose = cut_off_and_choose
+    asked = asyncio.create_task(ask(served, chat(tools=TOOLS) | fields, path))
+    await is_cut_off.wait()
+    await served.reconnect(worker)
+    answer = await asked
+    assert "error" not in answer, answer
+
+
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS, MESSAGES, "/v1/responses"])
 async def test_the_wait_for_workers_after_a_pause_ends_at_the_clients_deadline(just_paused, path):
     served, clock, waits = just_paused
