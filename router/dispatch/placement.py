@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import msgspec
 
-from core.errors import NoWorker, Overloaded, RequestError, WorkerStalled
+from core.errors import NoWorker, Overloaded, PeerUnreachable, RequestError, WorkerStalled
 from core.kv.hashing import ExtraKey
 from core.request import extra_keys_of, reads_prefix_cache
 from core.wire.kv import KVSource
@@ -171,16 +171,17 @@ class Placement:
         first = message_of(PrefixHolder(prefill, num_tokens), self._costs.prefill_time(decode).ms(num_tokens, 0))
         return msgspec.structs.replace(first, others=others_than(first, most))
 
-    def why_move(self, request: RequestState, now: float) -> WorkerStalled | None:
+    def why_move(self, request: RequestState, now: float) -> PeerUnreachable | WorkerStalled | None:
         """Return why a request should leave its worker for another one that can take it; None if it should stay.
 
-        The worker makes no progress; or readers keep its blocks, which moves a prompt once.
+        The worker makes no progress, or is cut off; or readers keep its blocks, which moves a prompt once.
         """
         worker = self._membership.get(request.current)
         if worker is None:
             return None
         if why := worker.why_unresponsive:
-            return WorkerStalled(why) if self.can_move(request, now) else None
+            reason = PeerUnreachable if worker.cut_peer is not None else WorkerStalled
+            return reason(why) if self.can_move(request, now) else None
         may_move = request.phase is RequestPhase.PREFILL and WorkerStalled.code not in request.retries.free
         why = worker.why_full(now) if may_move else ""
         return WorkerStalled(why) if why and self.can_begin_elsewhere(request, worker.key, now) else None

@@ -44,6 +44,27 @@ def test_a_live_worker_that_comes_by_many_connections_costs_no_retry(make_bench,
     bench.assert_idle()
 
 
+@pytest.mark.parametrize("role", ["a", "d"])
+def test_workers_that_are_found_cut_off_one_after_the_other_cost_no_retry(make_bench, role):
+    names = [f"{role}{number}" for number in range(8)]
+    bench = make_bench(*(["p0"] if role == "d" else []), *names, max_retries=0)
+    bench.tick(0.0)
+    bench.submit()
+    if role == "d":
+        bench.prefill_done()
+    freeze(bench, 30.0)
+    bench.do(bench.core.on_timer(bench.now))
+    for _ in names:
+        name = bench.core.dispatcher.requests["r1"].current.engine_id
+        bench.do(bench.core.on_unreachable(name.encode(), bench.now))
+        bench.do(bench.core.on_timer(bench.now))
+    peer = f"{name}-new"
+    bench.receive(peer, Heartbeat(engine_id=name, incarnation=1))
+    bench.tokens(len(bench.output()), 51, peer=peer, request_id=bench.generated(peer).request_id, finish_reason="length")
+    assert bench.error() is None
+    bench.assert_idle()
+
+
 def test_a_request_that_comes_while_a_pause_ends_has_its_usual_time(make_bench):
     bench = pair_decoding(make_bench)
     freeze(bench, 40.0)
