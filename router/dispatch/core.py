@@ -215,8 +215,15 @@ class RouterCore:
         return [*actions, _refuse(peer, refusal)]
 
     def on_unreachable(self, peer: bytes, now: float) -> list[Action]:
-        """Drop the worker whose connection no longer accepts messages."""
-        return self._after(self.membership.on_unreachable(peer, now), now)
+        """Drop the worker whose connection no longer accepts messages.
+
+        After a pause of this router all may have closed theirs. The first one that is found lost has the others probed, so that
+        none of its requests goes to one after the other of them.
+        """
+        knew_of_one = self.membership.has_cut_off
+        actions = self._after(self.membership.on_unreachable(peer, now), now)
+        is_first = self.membership.has_cut_off and not knew_of_one
+        return [*actions, *self.probe_connections()] if is_first else actions
 
     def probe_connections(self) -> list[Action]:
         """Send every worker a message without effect; sending fails on a lost connection, and so detects it."""

@@ -146,6 +146,11 @@ class Membership:
         """The members that embed images."""
         return [member for member in self._members.values() if isinstance(member, EncodeWorker)]
 
+    @property
+    def has_cut_off(self) -> bool:
+        """True while a member's connection is known to be lost, after a pause of the router."""
+        return any(member.cut_peer is not None for member in self._members.values())
+
     def member(self, key: WorkerKey | None) -> Member | None:
         """Return the member with this key; None if the process has left or was replaced."""
         member = self._members.get(key.engine_id) if key else None

@@ -170,6 +170,20 @@ def test_a_call_stays_if_the_other_worker_has_another_model(bench, worker):
     assert len(bench.core.calls) == 1
 
 
+def test_after_a_pause_a_call_stays_with_its_engine_if_all_are_cut_off(bench, worker):
+    bench.do(bench.core.on_timer(0.0))
+    bench.do(bench.core.begin_call(LONG, worker, 0.0))
+    bench.now = 30.0
+    bench.do(bench.core.on_timer(bench.now))
+    lost = [b"a0"]
+    for peer in lost:  # grows: what is sent to other workers is lost, too
+        actions = bench.core.on_unreachable(peer, bench.now)
+        lost += [action.peer for action in actions if isinstance(action, Transmit)]
+    bench.do(bench.core.on_timer(bench.now))
+    assert {*lost} == {b"a0", b"a1"}
+    assert (len(bench.core.calls), bench.answered) == (1, [])
+
+
 def test_a_call_that_needs_no_step_stays_at_a_stalled_engine(bench, worker):
     bench.do(bench.core.begin_call(msgspec.structs.replace(LONG, path="/v1/chat/completions/derender"), worker, 0.0))
     stall(bench)
