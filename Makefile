@@ -1,4 +1,4 @@
-# kvferry: everything a fresh machine needs (Python 3.11 or 3.12, gcc, make).
+# kvferry: everything a fresh machine needs (Python 3.11 to 3.13, gcc, make).
 #   make demo    install, fetch the small model, answer one prompt through a verified cluster of real processes
 #   make demo-vllm   the same with two vLLM engines, of vLLM's CPU build, from an environment of their own
 #   make test    the whole suite, as CI runs it
@@ -26,7 +26,7 @@ PYTHON_USED  := $(shell $(PYTHON_FOUND) -c 'import sys; print("%d.%d" % sys.vers
 ifeq ($(PYTHON_USED)$(filter clean,$(MAKECMDGOALS)),)
 $(error $(PYTHON_FOUND) cannot be run; try: make clean; make PYTHON=python3.11)
 endif
-WRONG_PYTHON := "kvferry needs Python 3.11 or 3.12, and this is %d.%d; try: make clean; make PYTHON=python3.11"
+WRONG_PYTHON := "kvferry needs Python 3.11 to 3.13, and this is %d.%d; try: make clean; make PYTHON=python3.11"
 
 # Tests and clusters start hundreds of processes: each would compile the tree anew.
 unexport PYTHONDONTWRITEBYTECODE
@@ -102,7 +102,7 @@ check-tools:
 
 # torch first and spelled exactly: any other spelling may pass by a build for CPUs, and pull gigabytes of CUDA libraries.
 $(VENV)/.installed: pyproject.toml build_libraries.py constraints.txt $(wildcard core/*.[ch] core/*/*.[ch])
-	$(PYTHON_FOUND) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 13) and $(WRONG_PYTHON) % sys.version_info[:2])'
+	$(PYTHON_FOUND) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14) and $(WRONG_PYTHON) % sys.version_info[:2])'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP) torch==2.13.0
 	$(PIP) --editable '.[nixl,redis,vision]'
