@@ -85,9 +85,11 @@ class Handshakes:
             self._num_unfinished += 1
         elif event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
             self._num_unfinished = max(0, self._num_unfinished - 1)
-        elif event == zmq.EVENT_DISCONNECTED:
-            accepted_at = self._accepted_at.pop(descriptor, None)
-            if self._num_unfinished and accepted_at is not None and now <= accepted_at + _HANDSHAKE_LIMIT_S:
-                self._num_unfinished -= 1
-                return True
-        return False
+        return event == zmq.EVENT_DISCONNECTED and self._end(descriptor, now)
+
+    def _end(self, descriptor: int, now: float) -> bool:
+        accepted_at = self._accepted_at.pop(descriptor, None)
+        if not self._num_unfinished or accepted_at is None or now > accepted_at + _HANDSHAKE_LIMIT_S:
+            return False
+        self._num_unfinished -= 1
+        return True
