@@ -276,7 +276,7 @@ class WorkerProcess:
         assert self._state is not None
         reasons = {}
         for address, reason in self._sockets.why_unusable().items():
-            refusal = "" if reason else self._state.refusal_of(address)
+            refusal = "" if reason else self._state.refusals.get(address, "")
             reasons[address] = (reason or refusal or SILENT, bool(refusal))
         return reasons
 
@@ -317,12 +317,15 @@ class WorkerProcess:
     # ---- operations port -------------------------------------------------------------------------------------------------
 
     def _health(self) -> OpsResponse:
-        """Answer the liveness probe: 503 if only a restart helps. Routers and other workers must not affect the answer."""
+        """Answer the liveness probe: 503 if only a restart helps. Routers and other workers must not affect the status."""
         reason = self._why_not_alive()
         if reason is not None:
             logger.error(event("unhealthy", reason=reason))
             return OpsResponse.of_json(HTTPStatus.SERVICE_UNAVAILABLE, {"status": reason})
-        return OpsResponse.of_json(HTTPStatus.OK, {"status": "ok", "engine_id": self._context.engine_id})
+        answer: dict[str, object] = {"status": "ok", "engine_id": self._context.engine_id}
+        if self._state is not None and self._state.refusals:
+            answer["refused_by"] = self._state.refusals
+        return OpsResponse.of_json(HTTPStatus.OK, answer)
 
     def _started(self) -> OpsResponse:
         """Answer the start-up probe: 200 once the model is loaded. Routers must not affect the answer."""

@@ -117,9 +117,10 @@ class WorkerState:
         """Return how many routers have this worker in their membership."""
         return sum(link.is_registered for link in self._links.values())
 
-    def refusal_of(self, link: str) -> str:
-        """Return why the router of a link does not take this worker in; empty if it does, or has not answered."""
-        return self._links[link].refusal if link in self._links else ""
+    @property
+    def refusals(self) -> dict[str, str]:
+        """Return by router address why routers do not take this worker in."""
+        return {link: membership.refusal for link, membership in self._links.items() if membership.refusal}
 
     @property
     def num_requests(self) -> int:
@@ -259,8 +260,12 @@ class WorkerState:
         return [] if self.is_draining else [Send(in_use, self._registration_by(in_use))]
 
     def _on_refused(self, link: str, membership: RouterMembership, message: Refused, now: float) -> list[Action]:
-        """All requests of this router came before its refusal, also those that came late, after it had seemed lost."""
-        if membership.on_refused(message.error.message, now):
+        """All requests of this router came before its refusal, also those that came late, after it had seemed lost.
+
+        A refusal that the next registration does not end is logged again now and then.
+        """
+        is_news = membership.on_refused(message.error.message, now)
+        if is_news or not message.error.retryable:
             self._log_of_router(now, "refused_by_router", link, code=message.error.code, message=message.error.message)
         self._forget_at(link)
         return self.serving.abort_of_link(link)

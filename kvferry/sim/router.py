@@ -6,7 +6,8 @@ incarnation is another object with another router id.
 
 from __future__ import annotations
 
-from collections import Counter
+import math
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -53,13 +54,14 @@ class SimRouter:
         self.core = RouterCore(MODEL, new_hex_id(SeededIds(ids_seed)), limits)
         if ids_seed % 4:
             self.core.route_costs.sources.margin = EAGER_MARGIN
-        self._tick_s = limits.tick_s
+        self._tick_s, self._timeout_s = limits.tick_s, limits.heartbeat_timeout_s
         self._clients: dict[str, Client] = {}
         self._slow: dict[str, SlowConnection] = {}
         self._wait_for_route: list[Client] = []
         self._members: dict[bytes, Member] = {}  # by their present and former connections
         self._greets_soon = False
-        self._former: set[WorkerKey] = set()  # processes that were replaced
+        self._lives: defaultdict[str, list[WorkerKey]] = defaultdict(list)  # processes of a name, the latest last
+        self._free_at: dict[WorkerKey, float] = {}  # of processes that have left: when an older one may have the name
         address = router_address(host.process.name)
         self._server = host.network.listen(host.process, address, self._on_frame, self._on_lost_connection)
         host.process.on_death(self._drop_clients)
@@ -165,7 +167,6 @@ class SimRouter:
 
     def _carry_out(self, actions: Sequence[Action]) -> None:
         """Carry out actions, and those that follow from lost peers found on the way."""
-        self._check_places(actions)
         queue = list(actions)
         for action in queue:  # grows during the loop
             match action:
@@ -190,8 +191,10 @@ class SimRouter:
                     self._retries[f"retry_{kind}"] += 1
                     self._note_setback(action)
                 case Joined(worker):
+                    self._check_place(worker.key)
                     self.host.log(f"takes in {worker.key.engine_id}")
                 case Left(worker, reason):
+                    self._note_end(action)
                     self.host.log(f"loses {worker.key.engine_id}: {reason}")
 
     def _deliver(self, action: Deliver) -> None:
@@ -215,13 +218,19 @@ class SimRouter:
         else:
             client.on_end(error, self.host.loop.now)
 
-    def _check_places(self, actions: Sequence[Action]) -> None:
-        """Check that a replaced process is not accepted again."""
-        left = {action.worker.key for action in actions if isinstance(action, Left)}
-        for key in [action.worker.key for action in actions if isinstance(action, Joined)]:
-            if key in self._former:
+    def _note_end(self, left: Left) -> None:
+        if not left.is_back:
+            self._free_at[left.worker.key] = -math.inf if left.is_orderly else left.worker.last_seen + self._timeout_s
+
+    def _check_place(self, key: WorkerKey) -> None:
+        """Check that a replaced process is accepted again only if those that came after it have left, and stay away."""
+        self._free_at.pop(key, None)
+        lives = self._lives[key.engine_id]
+        if key not in lives:
+            lives.append(key)
+        for newer in lives[lives.index(key) + 1 :]:
+            if self._now() < self._free_at.get(newer, math.inf):
                 self._complain(f"{self.host.process.name}: takes in a process of {key.engine_id} whose place another has taken")
-            self._former |= {other for other in left if other.engine_id == key.engine_id and other != key}
 
     def leftovers(self) -> list[str]:
         """Return the remains after every request has ended and all faults are over."""

@@ -4,14 +4,14 @@ Owns registration, heartbeats, timeouts, restarts and duplicates. No worker is j
 after a pause of the router itself (``router.dispatch.pauses``).
 
 A worker is identified by (engine_id, incarnation). A new incarnation of a name replaces the old one at once, and the old
-process's requests are lost. If the old process is still alive, two processes share a name; the older one is refused for good.
+process's requests are lost. If the old process is still alive, two processes share a name; the older one is refused until the
+newer one has left (``router.dispatch.namesakes``).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
 
 import msgspec
 
@@ -27,6 +27,7 @@ from core.wire.messages import (
     RouterMessage,
 )
 from router.dispatch.members import EncodeWorker, GenerationWorker, Member, WorkerKey
+from router.dispatch.namesakes import Namesakes
 from router.dispatch.pauses import OwnPauses
 from router.dispatch.policy import can_hand_over
 from router.dispatch.progress import Standing
@@ -39,7 +40,6 @@ MODEL_MISMATCH = "model_mismatch"
 # router has several addresses: it registers by all of them at once.
 _MAX_PEERS = 4
 _MAX_MET_PREFILLS = 64
-_MAX_SUPERSEDED = 1024  # remembered incarnations; if one is forgotten, two workers of one name may replace each other once
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,8 +128,7 @@ class Membership:
         # One prefill worker per combination of facts that handoffs depend on.
         self._met_prefills: dict[tuple[object, ...], Register] = {}
         self._by_peer: dict[bytes, Member] = {}
-        self._superseded: dict[WorkerKey, None] = {}  # insertion order = age
-        self._gone: dict[str, WorkerKey] = {}  # by engine_id: the last holder of the name, no member now
+        self._namesakes = Namesakes(heartbeat_timeout_s)
 
     @property
     def members(self) -> Iterable[Member]:
@@ -171,7 +170,7 @@ class Membership:
         if facts.model != self._model:
             message = f"this router serves {self._model!r}, the worker {facts.engine_id} has {facts.model!r}"
             return [_refuse(peer, MODEL_MISMATCH, message)]
-        if key in self._superseded:
+        if self._must_wait(key, now):
             return [_refuse_duplicate(peer, key)]
         actions: list[MembershipAction] = []
         before = self._by_peer.get(peer)
@@ -193,7 +192,7 @@ class Membership:
             namesake = self._members.get(facts.engine_id)
             if namesake is not None:
                 actions.append(self._remove(namesake, "a new process registered under its name"))
-            self._supersede(key)
+            self._namesakes.join(key)
             member = _new_member(key, peer, facts, now)
             self._members[facts.engine_id] = member
             self._by_peer[peer] = member
@@ -212,7 +211,7 @@ class Membership:
         key = WorkerKey(heartbeat.engine_id, heartbeat.incarnation)
         worker = self.member(key)
         if worker is None:
-            if key in self._superseded:
+            if self._must_wait(key, now):
                 return [_refuse_duplicate(peer, key)]
             return [_refuse(peer, NOT_REGISTERED, f"{key.engine_id} is not registered here: register first", retryable=True)]
         actions = self._heard_from(worker, peer, now)
@@ -325,26 +324,15 @@ class Membership:
         if self._by_peer.get(peer) is worker:  # another worker may use the connection by now
             del self._by_peer[peer]
 
-    def _supersede(self, successor: WorkerKey) -> None:
-        """Refuse the process that had this name before, also if it was cut off from here when its successor came."""
-        before = self._gone.pop(successor.engine_id, successor)
-        if before != successor:
-            self._superseded[before] = None
-            _keep_newest(self._superseded)
+    def _must_wait(self, key: WorkerKey, now: float) -> bool:
+        return self._namesakes.must_wait(key, now, is_settling=self.pauses.is_settling(now))
 
     def _remove(self, worker: Member, reason: str, *, is_orderly: bool = False) -> Left:
         del self._members[worker.key.engine_id]
-        self._gone.pop(worker.key.engine_id, None)
-        self._gone[worker.key.engine_id] = worker.key
-        _keep_newest(self._gone)
+        self._namesakes.leave(worker.key, worker.last_seen, is_orderly=is_orderly)
         for peer in worker.peers:
             self._forget_peer(worker, peer)
         return Left(worker, reason, is_orderly)
-
-
-def _keep_newest(entries: dict[Any, Any]) -> None:
-    while len(entries) > _MAX_SUPERSEDED:
-        del entries[next(iter(entries))]
 
 
 def _new_member(key: WorkerKey, peer: bytes, facts: Register | RegisterEncoder, now: float) -> Member:
@@ -370,5 +358,8 @@ def _refuse(peer: bytes, code: str, message: str, *, retryable: bool = False) ->
 
 
 def _refuse_duplicate(peer: bytes, key: WorkerKey) -> ReplyToPeer:
-    message = f"another process has registered as {key.engine_id} since: give each worker an engine_id of its own, or stop one"
+    message = (
+        f"another process has registered as {key.engine_id} since: give each worker an engine_id of its own, or stop one; "
+        "this one is taken in again once the other has left"
+    )
     return _refuse(peer, DUPLICATE_ENGINE_ID, message)

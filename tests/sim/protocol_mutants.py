@@ -34,7 +34,7 @@ from kvferry.sim.race_plan import draw_any_plan
 from kvferry.sim.runs import silence
 from router.contents.reports import ReportedContents
 from router.dispatch.dispatcher import Dispatcher
-from router.dispatch.membership import Membership
+from router.dispatch.namesakes import Namesakes
 from router.dispatch.progress import WorkerProgress
 from router.dispatch.retries import Retries
 from router.dispatch.waiting import Waiting
@@ -251,13 +251,16 @@ def forget_requests_of_lost_workers(patch: Patch) -> None:
 
 
 def take_a_replaced_process_back(patch: Patch) -> None:
-    real = Membership.on_register
+    patch(Namesakes, "must_wait", returns(False))
 
-    def on_register(self, peer, facts, now):
-        self._superseded.clear()
-        return real(self, peer, facts, now)
 
-    patch(Membership, "on_register", on_register)
+def give_a_lost_process_s_name_away_at_once(patch: Patch) -> None:
+    real = Namesakes.leave
+
+    def leave(self, key, last_seen, *, is_orderly):
+        real(self, key, last_seen, is_orderly=True)
+
+    patch(Namesakes, "leave", leave)
 
 
 def keep_requests_of_a_router_that_was_replaced(patch: Patch) -> None:
@@ -314,6 +317,7 @@ MUTANTS = (
     Mutant(end_requests_with_their_first_loss, 2),
     Mutant(forget_requests_of_lost_workers, 5),
     Mutant(take_a_replaced_process_back, 2),
+    Mutant(give_a_lost_process_s_name_away_at_once, 5),
     Mutant(keep_requests_of_a_router_that_was_replaced, 11),
     Mutant(do_not_leave_a_hung_worker, 78),
     Mutant(never_trust_a_worker_again_that_has_stalled, 0),
@@ -327,6 +331,7 @@ MUTANTS = (
 # of the quarantine would show.
 _LEFT_OUT = (
     let_broken_seals_pass,
+    give_a_lost_process_s_name_away_at_once,
     evict_blocks_without_breaking_their_seals,
     leave_evicted_blocks_hits,
     end_quarantine_when_reads_are_cancelled,

@@ -56,11 +56,11 @@ KEPT = {  # by why they may hold something
     ),
     "of a router's workers, pools and pairs": (
         *("GenerationWorker.peers", "Membership._by_peer", "Membership._members", "Membership._met_prefills"),
-        *("Membership._superseded", "Handoffs._introduced", "PairHealth._penalties", "ReportedContents._indexes"),
+        *("Namesakes._former", "Handoffs._introduced", "PairHealth._penalties", "ReportedContents._indexes"),
         *("ReportedContents._workers", "Restarts._is_supervised", "Restarts._starts", "RouterPreferences._disliked"),
         *("RouterPreferences._places", "RouterPreferences._roles", "RouterPreferences._views", "RouteCosts._fits"),
         *("RouteCosts._load_prices", "RouteCosts._num_trials", "RouteCosts._offered", "RouteCosts._workers"),
-        *("Sources.times", "Sources.transports", "WaitEstimates._queues", "Membership._gone", "Restarts._left"),
+        *("Sources.times", "Sources.transports", "WaitEstimates._queues", "Namesakes._holders", "Restarts._left"),
         *("Restarts._missing_since",),
     ),
 }

@@ -54,12 +54,19 @@ def test_a_transport_that_had_a_part_of_a_deadline_may_be_used_again():
     assert not SimCluster(draw_plan(1133)).run().violations
 
 
-@pytest.mark.parametrize(("seed", "kinds"), [(240, None), (1295, None), (6_000_043, None), (389, (Fault.PRESSURE, Fault.SLOW))])
+@pytest.mark.parametrize(
+    ("seed", "kinds"),
+    [
+        *((240, None), (1295, None), (6_000_043, None), (389, (Fault.PRESSURE, Fault.SLOW))),
+        (113, (Fault.TWIN, Fault.DRAIN, Fault.SWITCH)),
+    ],
+)
 def test_what_was_once_bad(seed, kinds):
     """240: choices that waited for blocks which other choices' handoffs held. 1295: a sleep that was none.
 
     389: requests that were refused because a prompt of one token had taken a while. 6000043: an aggregated worker of another
-    layout went on with a request whose every reader was away, and the oracle knew no cause of that.
+    layout went on with a request whose every reader was away, and the oracle knew no cause of that. 113: of two processes whose
+    successor had left, the older one had their name first.
     """
     plan = replace(draw_plan(seed, kinds), keeps_order=False)  # as no transport did then
     assert not SimCluster(plan).run().violations

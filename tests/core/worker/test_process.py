@@ -176,7 +176,7 @@ async def test_worker_without_a_router_says_why_and_when_it_has_one(make_worker,
     assert await task == 0
 
 
-async def test_ready_names_the_reason_of_a_router_that_refuses_or_does_not_answer(running, router, caplog):
+async def test_probes_name_the_reason_of_a_router_that_refuses_or_does_not_answer(running, router, caplog):
     frame = (await router.socket.recv_multipart())[0]
     assert (await get(f"{running.ops_address}/ready")).json()["routers"] == {router.address: "it does not answer"}
     router.peer = frame
@@ -184,6 +184,9 @@ async def test_ready_names_the_reason_of_a_router_that_refuses_or_does_not_answe
     await until_text(caplog, "event=refused_by_router")
     found = (await get(f"{running.ops_address}/ready")).json()
     assert found == {"status": "not registered", "routers": {router.address: "it serves another model"}}
+    health = await get(f"{running.ops_address}/health")
+    assert health.status_code == 200
+    assert health.json()["refused_by"] == {router.address: "it serves another model"}
 
 
 async def test_ready_only_while_registered_and_not_draining(running, router):

@@ -150,6 +150,28 @@ def test_worker_unknown_to_the_router_registers_again(worker):
     assert sent(worker.state.on_timer(1.0 + REGISTER_INTERVAL_S), "a") == [REGISTRATION]
 
 
+def test_a_refused_worker_goes_on_asking_and_logs_the_reason_each_minute(caplog):
+    state = Harness().state
+    state.connect("a", 0.0)
+    refused = Refused(error=ErrorInfo(code="duplicate_engine_id", message="another has its name"))
+    for now in range(1, 71):
+        state.on_router_message("a", refused, float(now))
+        assert sent(state.on_timer(now + 0.5), "a") == [REGISTRATION]
+    assert state.refusals == {"a": "another has its name"}
+    assert caplog.text.count("event=refused_by_router") == 2
+    state.on_router_message("a", REGISTERED, 71.0)
+    assert state.refusals == {}
+
+
+def test_a_router_that_forgets_the_worker_now_and_then_is_logged_once(caplog):
+    state = Harness().state
+    state.connect("a", 0.0)
+    forgotten = Refused(error=ErrorInfo(code="not_registered", message="register first", retryable=True))
+    for now in range(1, 71):
+        state.on_router_message("a", forgotten, float(now))
+    assert caplog.text.count("event=refused_by_router") == 1
+
+
 def test_request_that_came_late_ends_when_its_router_does_not_know_the_worker(worker):
     hear_only_from("b", worker, until=5)
     worker.generate("late", "a", 5.0)

@@ -183,12 +183,120 @@ def test_a_new_incarnation_replaces_the_old_one_at_once(membership):
     assert membership.by_peer(b"a") is None
 
 
-def test_a_replaced_process_that_still_lives_is_refused_for_good(membership):
-    membership.on_register(b"a", registration(incarnation=1), now=0.0)
-    membership.on_register(b"b", registration(incarnation=2), now=0.1)
-    assert refusal(membership.on_heartbeat(b"a", heartbeat(incarnation=1), now=0.2)) == DUPLICATE_ENGINE_ID
-    assert refusal(membership.on_register(b"a", registration(incarnation=1), now=0.3)) == DUPLICATE_ENGINE_ID
-    assert [worker.key.incarnation for worker in membership.workers] == [2]
+def replaced(membership: Membership, number: int = 2):
+    """Let processes register under one name, one after another; return the members with that name: the last one."""
+    for incarnation in range(1, number + 1):
+        membership.on_register(b"%d" % incarnation, registration(incarnation=incarnation), now=0.0)
+    return incarnations(membership)
+
+
+def incarnations(membership: Membership) -> list[int]:
+    return [worker.key.incarnation for worker in membership.workers]
+
+
+def may_register(membership: Membership, incarnation: int, now: float) -> bool:
+    """Return whether the router takes a process in; its heartbeat must be answered by the same rule."""
+    by_heartbeat = refusal(membership.on_heartbeat(b"x", heartbeat(incarnation=incarnation), now))
+    actions = membership.on_register(b"%d" % incarnation, registration(incarnation=incarnation), now)
+    is_taken = incarnation in incarnations(membership)
+    assert by_heartbeat == (NOT_REGISTERED if is_taken else DUPLICATE_ENGINE_ID)
+    assert is_taken or refusal(actions) == DUPLICATE_ENGINE_ID
+    return is_taken
+
+
+def test_a_replaced_process_that_still_lives_is_refused_while_its_successor_lives(membership):
+    assert replaced(membership) == [2]
+    for now in range(1, 100):
+        membership.on_heartbeat(b"2", heartbeat(incarnation=2), now=float(now))
+        assert not may_register(membership, 1, now=float(now))
+    assert incarnations(membership) == [2]
+
+
+def test_a_replaced_process_is_taken_in_again_once_its_successor_is_lost(membership):
+    replaced(membership)
+    membership.on_heartbeat(b"2", heartbeat(incarnation=2), now=1.0)
+    assert membership.on_unreachable(b"2", now=1.1)  # the network may have failed: it may be back in a moment
+    assert not may_register(membership, 1, now=1.2)
+    assert not may_register(membership, 1, now=5.9)
+    assert may_register(membership, 1, now=6.1)
+
+
+def test_a_replaced_process_is_taken_in_again_once_its_successor_is_silent_for_too_long(membership):
+    replaced(membership)
+    assert not may_register(membership, 1, now=5.0)
+    assert membership.on_timer(now=5.1)
+    assert may_register(membership, 1, now=5.1)
+
+
+def test_a_replaced_process_is_taken_in_again_as_soon_as_its_successor_has_said_goodbye(membership):
+    replaced(membership)
+    membership.on_goodbye(Goodbye(engine_id="p0", incarnation=2))
+    assert may_register(membership, 1, now=0.1)
+
+
+def test_a_message_that_comes_after_its_sender_s_goodbye_keeps_no_name(membership):
+    replaced(membership)
+    membership.on_goodbye(Goodbye(engine_id="p0", incarnation=2))
+    membership.on_heartbeat(b"2", heartbeat(incarnation=2), now=0.1)
+    assert may_register(membership, 1, now=0.2)
+
+
+def test_a_successor_that_was_only_cut_off_takes_its_name_back_for_good(membership):
+    replaced(membership)
+    membership.on_unreachable(b"2", now=0.0)
+    assert may_register(membership, 1, now=6.0)
+    assert may_register(membership, 2, now=7.0)
+    assert incarnations(membership) == [2]
+    assert not may_register(membership, 1, now=7.1)
+
+
+def test_a_successor_that_reconnects_at_once_finds_its_name_kept(membership):
+    replaced(membership)
+    membership.on_broken(membership.workers[0], "its connection is gone")
+    assert not may_register(membership, 1, now=0.1)
+    assert may_register(membership, 2, now=0.2)
+
+
+def test_of_several_replaced_processes_the_newest_that_lives_has_the_name(membership):
+    replaced(membership, 4)
+    membership.on_heartbeat(b"4", heartbeat(incarnation=4), now=10.0)
+    assert not may_register(membership, 3, now=10.0)  # it lives; the second one does not
+    assert not may_register(membership, 1, now=10.0)
+    membership.on_goodbye(Goodbye(engine_id="p0", incarnation=4))
+    assert not may_register(membership, 1, now=10.1)
+    assert may_register(membership, 3, now=10.2)
+    assert not may_register(membership, 1, now=10.3)
+    membership.on_register(b"5", registration(incarnation=5), now=10.4)
+    assert incarnations(membership) == [5]
+    assert not any(may_register(membership, older, now=10.5) for older in range(1, 4))
+
+
+def test_a_process_that_was_not_waited_for_replaces_its_predecessor_when_it_is_back(membership):
+    replaced(membership, 3)
+    membership.on_goodbye(Goodbye(engine_id="p0", incarnation=3))
+    assert may_register(membership, 1, now=6.0)
+    assert may_register(membership, 2, now=6.1)
+    assert incarnations(membership) == [2]
+
+
+def test_a_replaced_process_that_has_come_back_may_lose_its_connection_and_return(membership):
+    replaced(membership)
+    membership.on_goodbye(Goodbye(engine_id="p0", incarnation=2))
+    assert may_register(membership, 1, now=0.1)
+    membership.on_broken(membership.workers[0], "its connection is gone")
+    assert may_register(membership, 1, now=0.2)
+
+
+def test_after_a_pause_of_the_router_a_name_is_kept_until_its_last_holder_could_be_heard(membership):
+    replaced(membership)
+    membership.on_timer(now=0.0)
+    membership.on_unreachable(b"2", now=0.5)
+    assert not may_register(membership, 1, now=20.0)  # messages of the other one may be unread
+    membership.on_timer(now=20.0)
+    assert not may_register(membership, 1, now=20.1)
+    for now in range(21, 26):
+        membership.on_timer(now=float(now))
+    assert may_register(membership, 1, now=25.1)
 
 
 def test_a_worker_that_timed_out_may_come_back(membership):

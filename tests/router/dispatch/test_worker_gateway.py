@@ -227,6 +227,19 @@ async def test_of_two_workers_with_one_name_the_later_serves_and_the_earlier_is_
     assert second.messages(Generate)
 
 
+async def test_a_refused_worker_serves_again_once_the_later_one_has_left(start_router):
+    under_test = await start_router(has_http=False)
+    first = await under_test.add("aggregated", engine_id="twin")
+    second = await under_test.add("aggregated", engine_id="twin")
+    await refusal(first, "duplicate_engine_id")
+    await second.leave()
+    await under_test.until(lambda: not under_test.router.gateway.core.membership.workers)
+    await first.send(first.registration)
+    await under_test.until(lambda: under_test.router.endpoints.not_ready_reason is None)
+    assert (await complete(under_test)).status_code == 200
+    assert first.messages(Generate)
+
+
 async def test_a_worker_of_another_model_is_refused(start_router):
     under_test = await start_router(has_http=False)
     unregistered = await under_test.unregistered("aggregated", model="huge")
