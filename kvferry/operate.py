@@ -6,6 +6,8 @@ client is imported when one of them runs, because every process of a cluster imp
 
 from __future__ import annotations
 
+import ipaddress
+import re
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -15,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from core.config_types import default_api_key
-from core.errors import KVFerryError
+from core.errors import ConfigError, KVFerryError
 from core.ids import RandomIds
 from core.wire.curve import new_cluster_key
 from kvferry.http_get import get
@@ -33,6 +35,9 @@ _REQUEST_TIMEOUT_S = 60.0  # for one answer, if ``--timeout`` leaves so much
 _MIN_REQUEST_TIMEOUT_S = 1.0  # also for a request that begins just before the end
 _MAX_REASON_CHARACTERS = 200  # of an answer that is not the router's
 _COUNT_TIMEOUT_S = 5.0  # until a server's metrics show a request that has ended
+_LOCAL_HOST = "localhost"
+_OTHER_HOST = "its log names its address (event=ops_port_open): give that by --ops-host and --ops-port"
+_NAME = re.compile(r"([A-Za-z0-9_-]{1,63}\.)*(?![0-9]+$)[A-Za-z0-9_-]{1,63}")  # of a host
 _NO_REPORT = "no prefill worker took part, or the workers are vLLM engines, whose metrics say it: name them with --engine"
 _ROLE_FIELDS = {"engine_id", "incarnation", "role", "num_switches", "requests_of_former_role", "leased_blocks"}
 _PROMPT = "A ferry is a boat that carries people and cars. It leaves the harbour in the morning, and in the evening it"
@@ -40,6 +45,10 @@ _PROMPT = "A ferry is a boat that carries people and cars. It leaves the harbour
 WorkerPort = Annotated[
     int, typer.Option("--ops-port", help="The worker's operations port on this host.", min=1, max=65535)
 ]  # a greater number would be taken modulo 65536, which is the port of another worker
+WorkerHost = Annotated[
+    str,
+    typer.Option("--ops-host", help="Its worker.ops_host, if that is another address of this host, such as 127.0.0.2 or ::1."),
+]
 
 
 class DrainFailed(KVFerryError):
@@ -66,9 +75,10 @@ def keygen() -> None:
 def drain(
     ops_port: WorkerPort,
     timeout: Annotated[float, typer.Option("--timeout", help="Seconds to wait for its end.", min=0.0)] = 90.0,
+    ops_host: WorkerHost = _LOCAL_HOST,
 ) -> None:
     """Ask a worker of this host, or pod, to leave in good order, and wait until it has."""
-    drain_worker(f"http://localhost:{ops_port}", timeout)
+    drain_worker(ops_address(ops_host, ops_port), timeout)
     print("the worker has left")
 
 
@@ -78,9 +88,10 @@ def role(
         Literal["prefill", "decode", "aggregated"] | None,
         typer.Argument(help="The role to take; without it, the present one is shown."),
     ] = None,
+    ops_host: WorkerHost = _LOCAL_HOST,
 ) -> None:
     """Show the role of a worker of this host, or pod, or let it take another one while it serves."""
-    print(worker_role(f"http://localhost:{ops_port}", to))
+    print(worker_role(ops_address(ops_host, ops_port), to))
 
 
 def probe(
@@ -111,7 +122,27 @@ def probe(
         print(probe_cluster(client, timeout, expect_handoff, engines=engine or ()))
 
 
-def worker_role(ops_address: str, to: str | None = None) -> str:
+def ops_address(host: str, port: int) -> str:
+    """Return the address of a worker's operations port; an IPv6 host may stand in brackets.
+
+    Raises:
+        ConfigError: it is no host.
+    """
+    bare = host[1:-1] if host.startswith("[") and host.endswith("]") else host
+    is_ipv6 = bare != host or ":" in bare
+    if not (_is_ip(bare, 6) if is_ipv6 else _is_ip(bare, 4) or _NAME.fullmatch(bare)):
+        raise ConfigError(f"--ops-host = {host!r}: expected a name or an address, no scheme and no port", param="ops-host")
+    return f"http://[{bare}]:{port}" if is_ipv6 else f"http://{bare}:{port}"
+
+
+def _is_ip(host: str, version: int) -> bool:
+    try:
+        return ipaddress.ip_address(host).version == version
+    except ValueError:
+        return False
+
+
+def worker_role(address: str, to: str | None = None) -> str:
     """Return one line about a worker's role. With ``to`` it takes that role before, unless it restarts or switches meanwhile.
 
     Raises:
@@ -119,14 +150,14 @@ def worker_role(ops_address: str, to: str | None = None) -> str:
     """
     import httpx
 
-    with httpx.Client(base_url=ops_address, timeout=5.0, trust_env=False) as client:  # a worker is behind no proxy
+    with httpx.Client(base_url=address, timeout=5.0, trust_env=False) as client:  # a worker is behind no proxy
         try:
             found = _answer_of(client.get("/role"))
             if to is not None:
                 known = {name: found[name] for name in ("incarnation", "num_switches")}
                 found = _answer_of(client.post("/role", params={"to": to, **known}))
         except httpx.TransportError as error:
-            raise RoleSwitchFailed(f"no worker answers at {ops_address}: {error}") from None
+            raise RoleSwitchFailed(f"no worker answers at {address}: {error}; {_OTHER_HOST}") from None
     left = f"{found['requests_of_former_role']} requests of its former role and {found['leased_blocks']} leased blocks left"
     return f"{found['engine_id']}: {found['role']}, {found['num_switches']} switches since its start, {left}"
 
@@ -145,7 +176,7 @@ def _answer_of(response: httpx.Response) -> Mapping[str, Any]:
     return found
 
 
-def drain_worker(ops_address: str, timeout_s: float, sleep: Callable[[float], None] = time.sleep) -> None:
+def drain_worker(address: str, timeout_s: float, sleep: Callable[[float], None] = time.sleep) -> None:
     """Start the drain, once, and return when the worker has gone: it had answered, and its port is closed now.
 
     Raises:
@@ -155,7 +186,7 @@ def drain_worker(ops_address: str, timeout_s: float, sleep: Callable[[float], No
 
     deadline = time.monotonic() + timeout_s
     has_agreed = False
-    with httpx.Client(base_url=ops_address, timeout=5.0, trust_env=False) as client:  # a worker is behind no proxy
+    with httpx.Client(base_url=address, timeout=5.0, trust_env=False) as client:  # a worker is behind no proxy
         while True:
             answer = _ask_to_leave(client, has_agreed)
             if answer is None:
@@ -163,7 +194,7 @@ def drain_worker(ops_address: str, timeout_s: float, sleep: Callable[[float], No
             has_agreed = answer
             if time.monotonic() >= deadline:
                 state = "is still there" if has_agreed else "has not answered"
-                raise DrainFailed(f"the worker at {ops_address} {state} after {timeout_s:g} s")
+                raise DrainFailed(f"the worker at {address} {state} after {timeout_s:g} s")
             sleep(POLL_INTERVAL_S)
 
 
@@ -176,7 +207,7 @@ def _ask_to_leave(client: httpx.Client, has_agreed: bool) -> bool | None:
     except httpx.ConnectError as error:
         if has_agreed:
             return None
-        raise DrainFailed(f"no worker listens at {client.base_url}: {error}") from None
+        raise DrainFailed(f"no worker listens at {client.base_url}: {error}; {_OTHER_HOST}") from None
     except httpx.TransportError:
         return has_agreed  # it is busy, or closes; the next check shows which
     if not has_agreed and response.is_error:

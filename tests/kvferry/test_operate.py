@@ -10,9 +10,18 @@ import pytest
 from typer.testing import CliRunner
 
 from core.errors import ConfigError
+from core.worker.ops_http import OpsResponse, OpsServer
 from kvferry import cli
 from kvferry.demo_vllm import EngineReading
-from kvferry.operate import DrainFailed, ProbeFailed, RoleSwitchFailed, drain_worker, probe_cluster, worker_role
+from kvferry.operate import (
+    DrainFailed,
+    ProbeFailed,
+    RoleSwitchFailed,
+    drain_worker,
+    ops_address,
+    probe_cluster,
+    worker_role,
+)
 from router.http.api_keys import bearer_key
 
 TRANSFER = {"transport": "tcp", "verified_blocks": 1, "fallback_reason": ""}
@@ -62,6 +71,61 @@ def test_no_other_worker_is_asked_for_a_port_number_that_is_none(monkeypatch, co
     asked = worker_that_leaves(monkeypatch, [])
     result = CliRunner().invoke(cli.app, [command, "--ops-port", port])
     assert (result.exit_code, asked) == (2, [])
+
+
+@pytest.mark.parametrize("command", ["drain", "role"])
+@pytest.mark.parametrize(
+    ("host", "named"),
+    [
+        ("", "http://localhost:1"),
+        ("127.0.0.2", "http://127.0.0.2:1"),
+        ("::1", "http://[::1]:1"),
+        ("[::1]", "http://[::1]:1"),
+        ("worker-0.example", "http://worker-0.example:1"),
+        ("worker1", "http://worker1:1"),
+    ],
+)
+def test_the_host_of_a_worker_is_asked_and_an_error_names_it(monkeypatch, command, host, named):
+    asked = []
+
+    def answer(request):
+        asked.append(str(request.url))
+        raise httpx.ConnectError("refused")
+
+    make = httpx.Client
+    monkeypatch.setattr(httpx, "Client", lambda **options: make(transport=httpx.MockTransport(answer), **options))
+    result = CliRunner().invoke(cli.app, [command, "--ops-port", "1", *(["--ops-host", host] if host else [])])
+    assert asked == [f"{named}/{command}"]
+    assert isinstance(result.exception, DrainFailed | RoleSwitchFailed)
+    assert f" at {named}: refused; its log names its address" in str(result.exception)
+    assert "--ops-host" in str(result.exception)
+
+
+@pytest.mark.parametrize("command", ["drain", "role"])
+@pytest.mark.parametrize(
+    "host",
+    ["", "http://127.0.0.2", "127.0.0.2:9400", "a b", "a/b", "u@h", "::1]", "[::1", "[h]", "1:z", "a..b", "ä", "999.1.1.1"],
+)
+def test_what_is_no_host_is_refused_before_anything_is_asked(monkeypatch, command, host):
+    asked = worker_that_leaves(monkeypatch, [])
+    result = CliRunner().invoke(cli.app, [command, "--ops-port", "1", "--ops-host", host])
+    assert isinstance(result.exception, ConfigError)
+    assert "--ops-host" in str(result.exception)
+    assert asked == []
+
+
+@pytest.mark.parametrize("host", ["127.0.0.2", "::1"])
+async def test_a_worker_at_another_loopback_address_takes_orders(host):
+    server = OpsServer({("POST", "/drain"): lambda: OpsResponse(202, b"")})
+    try:
+        address = await server.start(host, 0)
+    except ConfigError:
+        pytest.skip(f"{host} is no address of this machine")
+    port = int(address.rpartition(":")[2])
+    assert ops_address(host, port) == address
+    async with httpx.AsyncClient(base_url=address, trust_env=False) as client:
+        assert (await client.post("/drain")).status_code == 202
+    await server.stop()
 
 
 # ---- role --------------------------------------------------------------------------------------------------------------
