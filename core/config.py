@@ -25,7 +25,7 @@ from core.config_checks import (
     check_redis_url,
 )
 from core.config_router import LocalSection, LogSection, RouterSection, SecuritySection, TracingSection
-from core.config_tree import check_keys, explain, kind_of, parse_value, put, read_file, read_values
+from core.config_tree import check_keys, check_text, explain, kind_of, parse_value, put, read_file, read_values
 from core.config_types import Section
 from core.config_workers import (
     MULTI_CONNECTOR,
@@ -232,15 +232,18 @@ def load_config(
         put(tree, key.strip(), parse_value(text, kind_of(KVFerryConfig, key.strip())))
     for key, value in (overrides or {}).items():
         put(tree, key, value)
+    check_text(tree)
     check_keys(tree, KVFerryConfig)
     tree = read_values(tree, KVFerryConfig)
     try:
-        return msgspec.convert(tree, KVFerryConfig, strict=False)
+        config = msgspec.convert(tree, KVFerryConfig, strict=False)
     except msgspec.ValidationError as error:
         cause = error.__cause__
         if isinstance(cause, ConfigError):
             raise cause from None
         raise explain(error, KVFerryConfig, tree) from None
+    check_text(config)  # defaults may come from variables of the environment
+    return config
 
 
 def dump_config(config: KVFerryConfig) -> str:

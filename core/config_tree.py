@@ -9,7 +9,7 @@ import difflib
 import json
 import re
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
@@ -180,6 +180,43 @@ def put(tree: dict[str, Any], key: str, value: Any) -> None:  # noqa: ANN401 - a
         if not isinstance(node, dict):
             raise ConfigError(f"{key}: {parent} is a value, not a section", param=key)
     node[leaf] = value
+
+
+def check_text(tree: Mapping[str, Any] | msgspec.Struct) -> None:
+    """Refuse text that UTF-8 cannot hold: bytes of a command line or variable that are none, or half a character of a file.
+
+    Raises:
+        ConfigError: names the path, not the text, which may be a secret.
+    """
+    for path, text in _texts(tree):
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            shown = path.encode(errors="backslashreplace").decode()
+            raise ConfigError(
+                f"{shown}: character {error.start + 1} of the text is a byte that is not UTF-8, or half a character; "
+                "write it in UTF-8",
+                param=shown,
+            ) from None
+
+
+def _texts(tree: Mapping[str, Any] | msgspec.Struct) -> Iterator[tuple[str, str]]:
+    """Return every text of a tree with its path, keys included. A file's aliases may lead to one value by several paths."""
+    found: list[tuple[str, Any]] = [("", tree)]
+    seen: set[int] = set()
+    for path, value in found:  # grows during the loop
+        if isinstance(value, str):
+            yield path, value
+        if id(value) in seen:
+            continue
+        seen.add(id(value))
+        if isinstance(value, Mapping | msgspec.Struct):
+            fields = value if isinstance(value, Mapping) else msgspec.structs.asdict(value)
+            for key, below in fields.items():
+                inner = f"{path}.{key}" if path else str(key)
+                found += [(inner, key), (inner, below)]
+        elif isinstance(value, list | tuple):
+            found += [(path, below) for below in value]
 
 
 def check_keys(tree: Mapping[str, Any], section: type[msgspec.Struct], prefix: str = "") -> None:

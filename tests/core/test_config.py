@@ -1,6 +1,7 @@
 """Configuration: where values come from, and how wrong ones are refused."""
 
 import base64
+import os
 
 import pytest
 
@@ -235,6 +236,48 @@ def test_no_error_of_a_file_shows_a_secret(tmp_path, text, said):
 def test_value_below_a_value_is_refused():
     with pytest.raises(ConfigError, match="block_size is a value, not a section"):
         load_config(assignments=["cache.block_size=16", "cache.block_size.x=3"])
+
+
+NO_UTF8 = os.fsdecode(b"ab\xff")  # as a process gets it from its command line and its environment
+
+
+@pytest.mark.parametrize(
+    "path", ["model.served_name", "model.cache_dir", "log.level", "router.api_key", "router.cors_origins", "connector.extra.x"]
+)
+def test_text_that_is_not_utf8_is_refused_with_its_path(path):
+    with pytest.raises(ConfigError, match=rf"^{path}: character 3 of the text is a byte that is not UTF-8") as caught:
+        load_config(assignments=[f"{path}={NO_UTF8}"])
+    assert NO_UTF8 not in caught.value.message
+
+
+def test_a_key_that_is_not_utf8_is_refused_as_it_can_be_shown():
+    with pytest.raises(ConfigError, match=r"^model.ab\\udcff: character 3"):
+        load_config(assignments=[f"model.{NO_UTF8}=1"])
+
+
+def test_a_variable_that_is_not_utf8_is_refused_with_the_path_of_its_setting(monkeypatch):
+    monkeypatch.setenv("KVFERRY_API_KEY", NO_UTF8)
+    with pytest.raises(ConfigError, match=r"^router.api_key: character 3"):
+        load_config()
+
+
+def test_half_a_character_of_a_file_is_refused_with_its_path(tmp_path):
+    path = tmp_path / "c.yaml"
+    path.write_text('model: {served_name: "\\uD83D"}')
+    with pytest.raises(ConfigError, match=r"^model.served_name: character 1"):
+        load_config(path)
+
+
+def test_an_alias_that_leads_to_itself_is_no_endless_search_for_text(tmp_path):
+    path = tmp_path / "c.yaml"
+    path.write_text("connector: {extra: &all {again: *all}, name: x}\nunknown: 1")
+    with pytest.raises(ConfigError, match="unknown"):
+        load_config(path)
+
+
+@pytest.mark.parametrize("text", ["fähre", "渡し船", "⛴️", "a b"])
+def test_any_text_of_utf8_is_allowed(text):
+    assert load_config(assignments=[f"model.served_name={text}"]).model.served_name == text
 
 
 @pytest.mark.parametrize(
