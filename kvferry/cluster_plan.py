@@ -34,12 +34,18 @@ def worker_roles(config: KVFerryConfig) -> dict[str, Role]:
     """Return the workers' names and roles in the order of their start.
 
     Raises:
-        ConfigError: no worker, or prefill workers without decode workers or the other way round.
+        ConfigError: no worker besides encode workers, or prefill workers without decode workers or the other way round.
     """
     local = config.local
     encoders: dict[str, Role] = {f"encode-{number}": "encode" for number in range(local.num_encode)}
     if local.aggregated:
-        count = max(1, local.num_prefill, local.num_decode)
+        count = max(local.num_prefill, local.num_decode)
+        if not count:
+            raise ConfigError(
+                "local.aggregated = true with local.num_prefill = 0 and local.num_decode = 0: "
+                "the larger of the two is the number of workers; set one of them to at least 1",
+                param="local.num_prefill",
+            )
         return encoders | {f"aggregated-{number}": "aggregated" for number in range(count)}
     if not local.num_prefill or not local.num_decode:
         raise ConfigError(

@@ -23,6 +23,15 @@ def test_half_a_cluster_is_refused(assignments):
         LocalCluster(load_config(assignments=assignments))
 
 
+@pytest.mark.parametrize("assignments", [[], ["local.num_encode=1"]])
+def test_aggregated_workers_of_which_there_are_none_are_refused(assignments):
+    none = ["local.aggregated=true", "local.num_prefill=0", "local.num_decode=0"]
+    with pytest.raises(ConfigError, match=r"local.num_prefill = 0 and local.num_decode = 0: .*; set one of them"):
+        LocalCluster(load_config(assignments=[*none, *assignments]))
+    for one in ("local.num_prefill=1", "local.num_decode=1"):
+        assert "aggregated-0" in LocalCluster(load_config(assignments=[*none, *assignments, one]))._roles
+
+
 def test_encode_workers_are_read_by_a_connector_even_if_none_was_named():
     cluster = LocalCluster(load_config(assignments=["local.num_encode=2"]))
     assert list(cluster._roles) == ["encode-0", "encode-1", "prefill-0", "decode-0"]
