@@ -25,7 +25,7 @@ class RoleHistory:
     def note(self, name: str, incarnation: int, role: Role) -> None:
         """Record a worker's registration; a new process may begin with another role than its predecessor had.
 
-        A process that another one has replaced may still try to register; routers refuse it.
+        A process that another one has replaced may still try to register; routers refuse it while the newer one lives.
         """
         lives = self._lives[name]
         if incarnation not in lives:
