@@ -16,10 +16,10 @@ from connectors.testing.connector_engine import ConnectorEngine
 from connectors.testing.connector_pair import FINGERPRINT, LAYOUT, PROMPT
 from connectors.testing.connector_suite import ConnectorConformance
 from connectors.testing.contexts import connector_context
+from connectors.testing.delayed_device import DelayedDevice
 from core.config_workers import ConnectorSection
 from core.errors import ConfigError, ConnectorUnavailable, EngineDead
 from kvferry.local import LocalCluster
-from tests.support.delayed_device import DelayedDevice
 
 pytestmark = pytest.mark.slow
 

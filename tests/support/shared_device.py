@@ -17,9 +17,9 @@ from functools import partial
 import numpy as np
 
 from connectors.p2p.transport.interface import RowRegion
+from connectors.testing.delayed_device import DelayedDevice, DelayedEvent
 from core.errors import ConnectorUnavailable, PeerUnreachable
 from core.kv.peer_rows import ExportedMemory, Extent
-from tests.support.delayed_device import DelayedDevice, DelayedEvent
 
 HANDLE = struct.Struct("<qq48x")  # process and descriptor
 

@@ -8,9 +8,9 @@ import pytest
 
 from connectors.offload.arena import offload_connector
 from connectors.testing.contexts import connector_context
+from connectors.testing.delayed_device import DelayedDevice
 from connectors.testing.tier_suite import TierConformance, TierWorker
 from core.config_workers import ConnectorSection, OffloadSection
-from tests.support.delayed_device import DelayedDevice
 
 
 @pytest.fixture

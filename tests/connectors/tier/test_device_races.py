@@ -1,7 +1,7 @@
 """Saves, loads, preemptions and aborts with a pool on a device, whose copies are done whenever the device likes.
 
 The model's tokens change with any wrong byte. On a machine without a GPU the device is
-``tests.support.delayed_device``; the same histories run on a real one.
+``connectors.testing.delayed_device``; the same histories run on a real one.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ import pytest
 import torch
 
 from connectors.pool_access import DevicePoolAccess
+from connectors.testing.delayed_device import DelayedDevice
 from core.block_copier import CudaCopyQueue, TensorBlockCopier, on_side_stream
 from core.digest import BlockDigester, TensorDigester
 from core.engine.cuda.pinned_memory import pin_for_cuda
 from core.kv.seals import each_by_itself
 from core.testing.hash_model import SLOT_BYTES, HashAttention, HashModel
 from kvferry.sim.late_hash_model import LateHashModel
-from tests.support.delayed_device import DelayedDevice
 
 HYBRID = (HashAttention(window=20), HashAttention())
 BLOCK_BYTES = 16 * SLOT_BYTES

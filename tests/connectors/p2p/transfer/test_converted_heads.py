@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from connectors.p2p.actions import PostRead, TokenCopy
 from connectors.p2p.transfer.staging import map_staging_area
 from connectors.p2p.transport.interface import PeerId
+from connectors.testing.delayed_device import DelayedDevice
 from core.errors import LayoutMismatch
 from core.kv.block_form import BlockForm, HeadRange, block_rows, plane_rows
 from core.kv.pool_region import KVPoolRegion
 from core.wire.kv import HNC, HNC_VEC, KVLayoutInfo
-from tests.support.delayed_device import DelayedDevice
 
 LAYERS, HEADS, HEAD_DIM, NUM_BLOCKS = 3, 4, 2, 5
 PEER = PeerId("tcp://10.0.0.1:5600", 1)

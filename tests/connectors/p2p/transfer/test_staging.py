@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from connectors.p2p.actions import PostRead, TokenCopy
 from connectors.p2p.transfer.staging import StagedRows, StagingArea, map_staging_area
 from connectors.p2p.transport.interface import PeerId
+from connectors.testing.delayed_device import DelayedDevice
 from core.digest import BlockDigester
 from core.kv.block_form import BlockForm
 from core.kv.pool_region import KVPoolRegion
 from core.wire.kv import KVLayoutInfo
-from tests.support.delayed_device import DelayedDevice
 
 NUM_BLOCKS, LAYERS, HEADS, HEAD_DIM = 8, 3, 2, 4
 PEER = PeerId("tcp://10.0.0.1:5600", 1)

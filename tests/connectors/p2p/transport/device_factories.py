@@ -9,10 +9,10 @@ from connectors.p2p.transport.interface import RowRegion
 from connectors.p2p.transport.nixl import NixlTransport
 from connectors.p2p.transport.shm import ShmTransport
 from connectors.p2p.transport.tcp_client import TcpTransport
+from connectors.testing.delayed_device import DelayedDevice
 from core.block_copier import cuda_block_copier
 from core.ids import RandomIds
 from core.peer_memory import CudaPeerMemory
-from tests.support.delayed_device import DelayedDevice
 from tests.support.shared_device import on_shared_device
 
 NUM_SLOTS = 3

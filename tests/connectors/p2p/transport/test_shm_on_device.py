@@ -15,12 +15,12 @@ from connectors.p2p.transport.base import DEVICE_BACKOFF_S
 from connectors.p2p.transport.interface import POOL_REGION, SEAL_REGION, RowRegion
 from connectors.p2p.transport.shm import ShmTransport
 from connectors.p2p.transport.shm_metadata import HANDLE_BYTES, ShmMetadata
+from connectors.testing.delayed_device import DelayedDevice
 from connectors.testing.torn_read_suite import RewrittenRowsSuite
 from connectors.testing.transport_owner import HostRegions, ProcessOwner, row_content
 from connectors.testing.transport_suite import NUM_ROWS, PEER, ROW_BYTES, Reader, TransportSuite
 from core.errors import ConnectorUnavailable, PeerUnreachable, ProtocolError, TransferError
 from core.ids import RandomIds
-from tests.support.delayed_device import DelayedDevice
 from tests.support.shared_device import HANDLE, on_shared_device
 
 FACTORIES = Path(__file__).with_name("device_factories.py")
