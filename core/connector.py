@@ -16,6 +16,7 @@ from prometheus_client import CollectorRegistry
 
 from core.clock import Clock
 from core.config import KVFerryConfig
+from core.errors import ConfigError
 from core.ids import IdSource
 from core.kv.events import KVCacheEvent
 from core.kv.manager import KVCacheBlocks, KVCacheManager
@@ -215,7 +216,9 @@ ContentFollower = Callable[[str, Iterable[bytes], Iterable[bytes]], None]  # med
 class Connector:
     """Makes both sides of a connector, and runs in the worker's event loop.
 
-    The engine gets ``scheduler`` and ``worker``, and calls them on its thread only. The methods run in the event loop.
+    The engine gets ``scheduler`` and ``worker``, and calls them on its thread only. The methods run in the event loop, which
+    also sends the worker's heartbeats: none may wait for a disk, a socket or a lock that is held for long. Such work belongs to
+    a thread.
     """
 
     scheduler: KVConnectorScheduler
@@ -306,3 +309,21 @@ class Connector:
 
 
 ConnectorFactory = Callable[[ConnectorContext], Connector]
+
+
+def check_connector(made: object, setting: str, name: str) -> Connector:
+    """Return what a factory of a connector has made. Without a connector the worker would serve all the same, alone.
+
+    Raises:
+        ConfigError: it is no connector, or has not both sides; names the setting and the fix.
+    """
+    fix = "the factory must return an instance of core.connector.Connector with both sides, scheduler and worker"
+    if isinstance(made, Connector):
+        sides = {"scheduler": KVConnectorScheduler, "worker": KVConnectorWorker}
+        missing = [side for side, kind in sides.items() if not isinstance(getattr(made, side, None), kind)]
+        if not missing:
+            return made
+        problem = f"{type(made).__name__} has no {' and no '.join(missing)} that derives from the interface"
+    else:
+        problem = "its factory returned None" if made is None else f"its factory returned {made!r}"
+    raise ConfigError(f"{setting} = {name!r}: {problem}; {fix}", param=setting)

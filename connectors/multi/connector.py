@@ -15,7 +15,7 @@ import msgspec
 from connectors.multi.scheduler import MultiConnectorScheduler
 from connectors.multi.worker import multi_connector_worker
 from connectors.registry import connector_factory
-from core.connector import Connector, ConnectorContext, ContentFollower
+from core.connector import Connector, ConnectorContext, ContentFollower, check_connector
 from core.errors import ConfigError
 from core.wire.contents import ContentPart
 from core.wire.early import MeetProducer
@@ -35,10 +35,13 @@ class MultiConnector(Connector):
         """Build every connector that the configuration names.
 
         Raises:
-            ConfigError: there is no such connector, or two of them make handoffs.
+            ConfigError: there is no such connector, a factory makes none, or two of them make handoffs.
         """
         names = context.config.connector.connectors
-        connectors = [connector_factory(name)(_own_context(context, name)) for name in names]
+        connectors = [
+            check_connector(connector_factory(name)(_own_context(context, name)), "connector.connectors", name)
+            for name in names
+        ]
         makers = [name for name, connector in zip(names, connectors, strict=True) if connector.scheduler.makes_handoffs]
         if len(makers) > 1:
             reason = f"{' and '.join(makers)} make handoffs, and a prompt has one; name one of them"

@@ -10,12 +10,14 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 
-from core.connector import Connector, ConnectorContext, ConnectorFactory, WorkerContext
+from core.connector import Connector, ConnectorContext, ConnectorFactory, WorkerContext, check_connector
 from core.ec_connector import ECConnector, ECConnectorFactory, ECContext
 from core.engine.build import BuiltEngine, apply_cpu_threads, build_engine
 from core.engine.core import Engine
 from core.engine.media.image_decode_thread import ImageDecodeThread
+from core.wire.kv import KVLayoutInfo
 from core.worker.role import EngineFacts, RoleHandler
 
 LOAD_THREAD_NAME = "kvferry-load"
@@ -55,14 +57,22 @@ def assemble(
     make_connector: ConnectorFactory | None,
     make_ec_connector: ECConnectorFactory | None,
 ) -> Assembled:
-    """Load the model and put engine, connectors and handler together, limited to the worker's share of CPU threads."""
+    """Load the model and put engine, connectors and handler together, limited to the worker's share of CPU threads.
+
+    Raises:
+        ConfigError: a setting does not fit, or the connector's factory makes no connector.
+    """
     apply_cpu_threads(context.config.worker)
     worker = vars(context)
+
+    def make_checked(make: ConnectorFactory, layout: KVLayoutInfo, model: bytes) -> Connector:
+        made = make(ConnectorContext(**worker, layout=layout, model_fingerprint=model))
+        return check_connector(made, "connector.name", context.config.connector.name)
+
     built = build_engine(
         context.config,
         context.clock,
-        make_connector
-        and (lambda layout, model: make_connector(ConnectorContext(**worker, layout=layout, model_fingerprint=model))),
+        make_connector and partial(make_checked, make_connector),
         make_ec_connector and (lambda model: make_ec_connector(ECContext(**worker, model_fingerprint=model))),
         incarnation=context.incarnation,
         has_readers=context.has_readers,

@@ -366,3 +366,11 @@ def test_two_connectors_that_make_handoffs_are_refused(monkeypatch):
     with pytest.raises(ConfigError, match="p2p and folder make handoffs") as refused:
         MultiConnector.build(connector_context("prefill", connector=section))
     assert refused.value.param == "connector.connectors"
+
+
+def test_a_part_whose_factory_makes_no_connector_is_refused(monkeypatch):
+    monkeypatch.setattr(connectors.multi.connector, "connector_factory", lambda name: lambda context: None)
+    section = ConnectorSection(name="multi", connectors=("p2p", "offload"))
+    with pytest.raises(ConfigError, match=r"connector\.connectors = 'p2p': its factory returned None") as refused:
+        MultiConnector.build(connector_context("prefill", connector=section))
+    assert refused.value.param == "connector.connectors"
