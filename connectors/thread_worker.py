@@ -58,6 +58,13 @@ class ThreadWorker(ReportingWorker[ReportT], Generic[OrderT, ReportT]):
             raise EngineDead(f"{self._name} was not started: call start() of the worker side in Connector.start")
         self._orders.put(metadata.orders)
 
+    def submit(self, order: OrderT) -> None:
+        """Let the thread carry out an order that is not the scheduler side's, after those before it. Any thread, at once.
+
+        For the methods of ``Connector``, which must not wait. An order after ``stop`` is never carried out.
+        """
+        self._orders.put([order])
+
     def start(self) -> None:
         """Open the pool, which is registered by now, and start the thread.
 

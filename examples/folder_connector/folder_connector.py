@@ -52,7 +52,22 @@ class Load:
     block_ids: tuple[int, ...]
 
 
-Order = Save | Load | LoadEnded | str  # ``LoadEnded`` is only reported; a string is a request whose load is aborted
+@dataclass(frozen=True, slots=True)
+class Release:
+    """Delete the files of handoffs."""
+
+    transfer_ids: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Renew:
+    """Make the files of handoffs young again."""
+
+    transfer_ids: tuple[str, ...]
+
+
+# ``LoadEnded`` is only reported; a string is a request whose load is aborted
+Order = Save | Load | LoadEnded | Release | Renew | str
 
 
 class FolderScheduler(HandoffScheduler[StepOrders[Order]]):
@@ -95,6 +110,8 @@ class FolderWorker(ThreadWorker[Order, LoadEnded | SendingEnded]):
                 self._waiting[order.request_id] = (self._context.clock.now(), order)
             case LoadEnded():
                 self.report(order)
+            case Release() | Renew():
+                self._touch(order)
             case str() if self._waiting.pop(order, None) is not None:
                 self.report(LoadEnded(order, None))
 
@@ -164,6 +181,20 @@ class FolderWorker(ThreadWorker[Order, LoadEnded | SendingEnded]):
             self.blocks.finish_writes()
         return tuple(bad)
 
+    def _touch(self, order: Release | Renew) -> None:
+        """Delete files or make them young again, those that are there; the others go by their age."""
+        for transfer_id in order.transfer_ids:
+            path = file_of(self._folder, transfer_id)
+            try:
+                if isinstance(order, Release):
+                    path.unlink()
+                else:
+                    os.utime(path)
+            except FileNotFoundError:
+                continue
+            except OSError as error:
+                logger.warning(event("kv_file_not_touched", transfer_id=transfer_id, error=repr(error)))
+
     def clear(self) -> None:
         """Delete what is older than a lease, by the file system's clock. Raises OSError."""
         probe = file_of(self._folder, self._context.engine_id).with_suffix(".now.kv")
@@ -182,7 +213,7 @@ def file_of(folder: Path, transfer_id: str) -> Path:
 
 
 class FolderConnector(Connector):
-    """Makes both sides; keeps and deletes files for routers."""
+    """Makes both sides; passes on to the thread what routers want."""
 
     def __init__(self, context: ConnectorContext) -> None:
         section = context.config.connector
@@ -209,13 +240,9 @@ class FolderConnector(Connector):
         await self.worker.stop()
 
     def release(self, transfer_ids: Sequence[str]) -> None:
-        """Delete files that will not be read; what is not there yet goes by its age."""
-        for transfer_id in transfer_ids:
-            with contextlib.suppress(OSError):
-                file_of(self._folder, transfer_id).unlink()
+        """Let the thread delete files that will not be read: the event loop must not wait for a disk."""
+        self.worker.submit(Release(tuple(transfer_ids)))
 
     def renew(self, transfer_ids: Sequence[str]) -> None:
-        """Make files young again, those that are there."""
-        for transfer_id in transfer_ids:
-            with contextlib.suppress(FileNotFoundError):
-                os.utime(file_of(self._folder, transfer_id))
+        """Let the thread make files young again."""
+        self.worker.submit(Renew(tuple(transfer_ids)))

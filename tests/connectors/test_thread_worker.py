@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 
 from connectors.handoff_scheduler import HandoffScheduler
@@ -9,6 +11,7 @@ from connectors.reports import LoadEnded, SendingEnded
 from connectors.testing.connector_engine import ConnectorEngine
 from connectors.testing.connector_pair import FINGERPRINT, LAYOUT, PROMPT
 from connectors.testing.contexts import connector_context
+from connectors.testing.memory_pool import MemoryPool
 from connectors.thread_worker import StepOrders, ThreadWorker
 from core.errors import EngineDead
 from core.wire.messages import ErrorInfo, TransferUsage
@@ -50,6 +53,13 @@ async def engine():
     engine.close()
 
 
+@pytest.fixture
+def pool():
+    pool = MemoryPool(4, LAYOUT)
+    yield pool
+    pool.close()
+
+
 async def test_orders_to_a_thread_that_was_never_started_end_the_engine(engine):
     engine.step()
     engine.prefill("a", PROMPT)
@@ -68,3 +78,26 @@ def test_an_error_without_blocks_is_refused_and_the_message_names_all_blocks():
     error = ErrorInfo.of(EngineDead("as an example"))
     with pytest.raises(ValueError, match="ALL_BLOCKS"):
         LoadEnded("a", TransferUsage(transport="silent"), error)
+
+
+class ListingWorker(SilentWorker):
+    """Lists what it carries out."""
+
+    def __init__(self):
+        super().__init__("listing")
+        self.done = []
+
+    def carry_out(self, order):
+        self.done.append((order, threading.current_thread() is not threading.main_thread()))
+
+
+async def test_orders_of_the_event_loop_are_carried_out_on_the_thread_in_their_order(pool):
+    worker = ListingWorker()
+    worker.register_kv_caches(pool.region)
+    worker.submit("before start")
+    worker.start()
+    worker.start_load_kv(StepOrders(["of a step", "of the same"]))
+    worker.submit("of the loop")
+    await worker.stop()
+    worker.submit("too late")
+    assert worker.done == [(order, True) for order in ("before start", "of a step", "of the same", "of the loop")]

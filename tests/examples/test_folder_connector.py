@@ -153,6 +153,7 @@ async def test_release_deletes_the_file_and_renewal_keeps_it(peer, folder):
             os.utime(path, (0, 0))
         worker.connector.renew([handoffs[0].transfer_id, "unknown"])
         worker.connector.release([handoffs[1].transfer_id, "unknown"])
+        await worker.connector.stop()  # after its orders
         assert len(list(folder.glob("*.kv"))) == 2
         worker.connector.worker.clear()
         (left,) = folder.glob("*.kv")
