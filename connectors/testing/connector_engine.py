@@ -19,6 +19,7 @@ from connectors.testing.stepping import call_if_open, step_until
 from core.connector import KVConnectorScheduler, KVConnectorWorker
 from core.kv.hashing import BlockHasher
 from core.kv.manager import KVCacheManager
+from core.kv.pool_region import KVPoolRegion
 from core.kv.spec import FullAttentionSpec, KVCacheConfig, KVCacheGroup, ceil_div
 from core.request import KVConnectorOutput, NewRequest, Request, RequestStatus, SchedulerOutput
 from core.wire.kv import KVHandoff, KVLayoutInfo, KVSource
@@ -43,10 +44,11 @@ class ConnectorEngine:
     ``parked`` holds finished requests whose blocks are kept for a reader, ``loads`` the outcome of every load, ``quarantined``
     the blocks that a transfer may still write although its load is over. A request whose load has failed, in whole or in part,
     is aborted; with ``recomputes`` it frees its blocks and waits to be admitted again. Every report is checked against the
-    contract of ``KVConnectorOutput``; with ``checks_content`` also every block of a load that was not reported bad.
+    contract of ``KVConnectorOutput``; with ``checks_content`` also every block of a load that was not reported bad. With a
+    ``show_pool`` the connector sees the pool that it returns.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913
         self,
         scheduler: KVConnectorScheduler,
         worker: KVConnectorWorker,
@@ -54,6 +56,8 @@ class ConnectorEngine:
         layout: KVLayoutInfo,
         num_blocks: int = 64,
         incarnation: int = 0,
+        *,
+        show_pool: Callable[[KVPoolRegion], KVPoolRegion] | None = None,
     ) -> None:
         self.scheduler = scheduler
         self.worker = worker
@@ -78,7 +82,7 @@ class ConnectorEngine:
             seals=self.pool.seals,
         )
         self.scheduler.bind_kv_cache_manager(self.manager)
-        self.worker.register_kv_caches(self.pool.region)
+        self.worker.register_kv_caches(show_pool(self.pool.region) if show_pool is not None else self.pool.region)
         loop = asyncio.get_running_loop()
         self.worker.set_wakeup(lambda: call_if_open(loop, self._wake.set))
 

@@ -9,10 +9,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from connectors.testing.connector_engine import ConnectorEngine
+from connectors.testing.delayed_device import DelayedDevice
 from connectors.testing.memory_pool import small_layout
 from connectors.testing.scattered_blocks import scatter_blocks
 from core.connector import Connector
-from core.request import Request
+from core.request import KVConnectorOutput, Request
 from core.wire.kv import KVHandoff
 from core.wire.messages import Role
 
@@ -22,20 +23,33 @@ BLOCK_SIZE = LAYOUT.block_size
 NUM_BLOCKS = 64
 INCARNATIONS: dict[Role, int] = {"prefill": 11, "decode": 12}
 UNTOUCHED = 0xA5
+OVERWRITTEN = 0x5C
 PROMPT = list(range(100, 200))  # three full blocks and a part of one
 
 
 class Side:
-    """A connector and an engine without a model. It takes blocks in random order, its memory has a known content."""
+    """A connector and an engine without a model. It takes blocks in random order, its memory has a known content.
 
-    def __init__(self, role: Role, connector: Connector) -> None:
+    With a device the connector sees a pool that is there. With ``overwrites_freed_blocks``, blocks that are no longer kept for
+    a reader are overwritten in the same step.
+    """
+
+    def __init__(self, role: Role, connector: Connector, device: DelayedDevice | None = None) -> None:
         self.connector = connector
         self.engine = ConnectorEngine(
-            connector.scheduler, connector.worker, FINGERPRINT, LAYOUT, NUM_BLOCKS, INCARNATIONS[role]
+            connector.scheduler,
+            connector.worker,
+            FINGERPRINT,
+            LAYOUT,
+            NUM_BLOCKS,
+            INCARNATIONS[role],
+            show_pool=device.holding if device is not None else None,
         )
         self.engine.checks_content = True
         self.engine.pool.rows[:] = UNTOUCHED
         scatter_blocks(self.engine.manager.block_pool, role)
+        self.overwrites_freed_blocks = False
+        self._step, self.engine.step = self.engine.step, self._step_and_overwrite  # type: ignore[method-assign]
 
     def block_ids(self, request: Request) -> list[int]:
         """Return the blocks of a request, in table order."""
@@ -44,6 +58,19 @@ class Side:
     def untouched_rows(self) -> set[int]:
         """Return the blocks that still have their initial content."""
         return {row for row, content in enumerate(self.engine.pool.rows) if (content == UNTOUCHED).all()}
+
+    def _step_and_overwrite(self) -> KVConnectorOutput:
+        output = self._step()
+        if self.overwrites_freed_blocks and output.finished_sending:
+            self._overwrite_free_blocks()
+        return output
+
+    def _overwrite_free_blocks(self) -> None:
+        """Let another request take all blocks that are free, fill them and free them again."""
+        pool = self.engine.manager.block_pool
+        blocks = pool.get_new_blocks(pool.num_free_blocks)
+        self.engine.pool.rows[[block.block_id for block in blocks]] = OVERWRITTEN
+        pool.free_blocks(blocks)
 
     async def settle(self) -> None:
         """Step until the connector has no message for its worker side."""

@@ -12,103 +12,36 @@ only tests import this module.
 from __future__ import annotations
 
 import asyncio
-from abc import abstractmethod
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
 from typing import ClassVar
 
 import msgspec
 import pytest
-import pytest_asyncio
 
+from connectors.testing.connector_calls import CallConformance
 from connectors.testing.connector_pair import BLOCK_SIZE, INCARNATIONS, LAYOUT, NUM_BLOCKS, PROMPT, UNTOUCHED, Pair, Side
+from connectors.testing.connector_pairs import PATIENCE_S, PROMPT_BLOCKS
 from connectors.testing.memory_pool import small_layout
-from core.connector import Connector
 from core.kv.spec import ceil_div
 from core.request import RequestStatus
 from core.wire.early import MeetProducer
-from core.wire.messages import Role
 
-ROLES: tuple[Role, Role] = ("prefill", "decode")
-PATIENCE_S = 30.0  # of loads that should succeed
-IMPATIENCE_S = 2.0  # of loads that should fail for want of an answer
-PROMPT_BLOCKS = ceil_div(len(PROMPT), BLOCK_SIZE)
-
-
-class ConnectorPairs:
-    """Pairs of connectors, and what must hold after a load."""
-
-    @abstractmethod
-    def make_connector(self, role: Role, patience_s: float) -> Connector:
-        """Return a new connector that is not started. A load in which nothing happens for ``patience_s`` must fail."""
-
-    def num_loading_blocks(self, connector: Connector) -> int:
-        """Return how many blocks a transfer may still write, if the connector can tell."""
-        return 0
-
-    @asynccontextmanager
-    async def started_pair(self, patience_s: float = PATIENCE_S) -> AsyncIterator[Pair]:
-        """Start both sides; stop them in the end, in any state."""
-        sides = [Side(role, self.make_connector(role, patience_s)) for role in ROLES]
-        try:
-            for side in sides:
-                await side.connector.start()
-            yield Pair(*sides)
-        finally:
-            for side in reversed(sides):
-                await side.close()
-
-    @pytest_asyncio.fixture
-    async def pair(self) -> AsyncIterator[Pair]:
-        """Return a pair whose loads have time."""
-        async with self.started_pair() as pair:
-            yield pair
-
-    @pytest_asyncio.fixture
-    async def impatient(self) -> AsyncIterator[Pair]:
-        """Return a pair whose loads time out soon."""
-        async with self.started_pair(IMPATIENCE_S) as pair:
-            yield pair
-
-    async def assert_consumer_is_empty(self, pair: Pair) -> None:
-        """Wait for the end of quarantine, and check that neither blocks nor transfers are left."""
-        consumer = pair.consumer
-        await consumer.engine.until(lambda: not (consumer.engine.quarantined or consumer.connector.num_saving_blocks()))
-        assert pair.consumer.engine.num_used_blocks == 0
-        assert self.num_loading_blocks(pair.consumer.connector) == 0
-
-    async def assert_ended_once(self, pair: Pair, request_id: str) -> None:
-        """Check that the load is reported only once; the engine refuses a second end by itself."""
-        for _ in range(5):
-            await asyncio.sleep(0)
-            output = pair.consumer.engine.step()
-            assert request_id not in output.failed_recving
-            assert request_id not in output.finished_recving
-
-    async def assert_failed(self, pair: Pair, request_id: str, prompt: Sequence[int] = PROMPT) -> None:
-        """Check that a load failed, was reported once, and left neither blocks nor cached content."""
-        engine = pair.consumer.engine
-        error = engine.loads[request_id].error
-        assert error is not None
-        assert error.code
-        assert error.message
-        usage = engine.loads[request_id].usage
-        assert usage is not None, "a failed load has its costs too"
-        assert usage.transferred_tokens == usage.verified_blocks == 0
-        await self.assert_ended_once(pair, request_id)
-        await self.assert_consumer_is_empty(pair)
-        again = engine.add("again", list(prompt), None)
-        assert engine.manager.get_computed_blocks(again)[1] == 0, "blocks of a failed load are in the prefix cache"
+_OTHER_LAYOUTS = {
+    "layers": small_layout(BLOCK_SIZE, num_layers=3),
+    "dtype": msgspec.structs.replace(LAYOUT, dtype="int32"),
+    "order of the bytes": msgspec.structs.replace(LAYOUT, order="NHD"),
+    "heads": msgspec.structs.replace(LAYOUT, num_kv_heads=2, head_dim=LAYOUT.head_dim // 2),
+    "layers of other heads": msgspec.structs.replace(LAYOUT, num_layers=1, head_dim=2 * LAYOUT.head_dim),
+    "groups": msgspec.structs.replace(LAYOUT, num_groups=2),
+}
 
 
 @pytest.mark.asyncio
-class ConnectorConformance(ConnectorPairs):
-    """The tests. ``holds_until_read`` is False for a connector whose producer frees the blocks before they are read.
+class ConnectorConformance(CallConformance):
+    """The tests, with those of the two bases: bytes that change (``connector_bytes``), calls that wait (``connector_calls``).
 
-    ``meets_producers`` is True for one whose reader prepares for a producer before it has a handoff.
+    ``meets_producers`` is True for a connector whose reader prepares for a producer before it has a handoff.
     """
 
-    holds_until_read: ClassVar[bool] = True
     meets_producers: ClassVar[bool] = False
 
     # ---- bytes -----------------------------------------------------------------------------------------------------
@@ -342,7 +275,7 @@ class ConnectorConformance(ConnectorPairs):
         await impatient.consumer.engine.until(lambda: impatient.consumer.engine.loads["a"].is_ended)
         await self.assert_failed(impatient, "a")
 
-    @pytest.mark.parametrize("wrong", ["prompt", "model", "layout", "order of the blocks"])
+    @pytest.mark.parametrize("wrong", ["prompt", "model", "order of the blocks", *_OTHER_LAYOUTS])
     async def test_a_handoff_of_something_else_is_refused_and_released(self, pair: Pair, wrong: str) -> None:
         handoff = pair.producer.engine.prefill("a", PROMPT)
         assert handoff is not None
@@ -351,8 +284,8 @@ class ConnectorConformance(ConnectorPairs):
         changed = {
             "prompt": handoff,
             "model": msgspec.structs.replace(handoff, model_fingerprint=b"other"),
-            "layout": msgspec.structs.replace(handoff, layout=small_layout(BLOCK_SIZE, num_layers=3)),
             "order of the blocks": msgspec.structs.replace(handoff, groups=(swapped,)),
+            **{name: msgspec.structs.replace(handoff, layout=layout) for name, layout in _OTHER_LAYOUTS.items()},
         }[wrong]
         pair.load("a", [*PROMPT[:-1], 7] if wrong == "prompt" else PROMPT, changed)
         await pair.ended("a")

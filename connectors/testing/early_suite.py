@@ -17,7 +17,7 @@ import msgspec
 import pytest
 
 from connectors.testing.connector_pair import BLOCK_SIZE, LAYOUT, NUM_BLOCKS, Pair
-from connectors.testing.connector_suite import PATIENCE_S, ConnectorPairs
+from connectors.testing.connector_pairs import PATIENCE_S, ConnectorPairs
 from core.request import Request
 from core.wire.kv import KVHandoff
 

@@ -16,7 +16,6 @@ from connectors.testing.connector_engine import ConnectorEngine
 from connectors.testing.connector_pair import FINGERPRINT, LAYOUT, PROMPT
 from connectors.testing.connector_suite import ConnectorConformance
 from connectors.testing.contexts import connector_context
-from connectors.testing.delayed_device import DelayedDevice
 from core.config_workers import ConnectorSection
 from core.errors import ConfigError, ConnectorUnavailable, EngineDead
 from kvferry.local import LocalCluster
@@ -79,21 +78,21 @@ class TestConformance(ConnectorConformance):
     holds_until_read = False
 
     @pytest.fixture(autouse=True)
-    def _parts(self, folder_connector, context):
-        self.module, self.context = folder_connector, context
+    def _parts(self, folder_connector, context, folder):
+        self.module, self.context, self.folder = folder_connector, context, folder
 
     def make_connector(self, role, patience_s):
         return self.module.FolderConnector(self.context(role, transfer_deadline_s=patience_s))
 
+    def damage(self, pair, handoff, position):
+        path = self.module.file_of(self.folder, handoff.transfer_id)
+        content = bytearray(path.read_bytes())
+        content[position * RECORD_BYTES + 5] ^= 1
+        path.write_bytes(content)
 
-class TestConformanceBesideDevice(TestConformance):
-    """The pool is on a device that copies when it likes to."""
-
-    def make_connector(self, role, patience_s):
-        connector = super().make_connector(role, patience_s)
-        register = connector.worker.register_kv_caches
-        connector.worker.register_kv_caches = lambda pool: register(DelayedDevice(seed=1).holding(pool))
-        return connector
+    async def lose_backend(self, pair):
+        shutil.rmtree(self.folder)
+        self.folder.write_text("a file")
 
 
 async def test_reader_waits_for_a_file_that_is_not_written_yet(peer):

@@ -8,7 +8,8 @@ from connectors.multi.connector import MultiConnector
 from connectors.offload.arena import offload_connector
 from connectors.p2p.connector import P2PConnector
 from connectors.store.shared import store_connector
-from connectors.testing.connector_suite import ConnectorConformance, ConnectorPairs
+from connectors.testing.connector_pairs import ConnectorPairs
+from connectors.testing.connector_suite import ConnectorConformance
 from connectors.testing.contexts import connector_context
 from connectors.testing.early_suite import EarlyPullConformance
 from connectors.testing.inproc_transport import InprocFabric, InprocTransport
@@ -18,6 +19,8 @@ ARENA_BYTES = 4 << 20
 
 
 class Pairs(ConnectorPairs):
+    copies_from_devices = False
+
     @pytest.fixture(autouse=True)
     def _fabric(self):
         self.fabric = InprocFabric()
@@ -35,18 +38,17 @@ class Pairs(ConnectorPairs):
             kvstore=KVStoreSection(memory_bytes=ARENA_BYTES),
         )
         p2p = P2PConnector(context, lambda name, settings: InprocTransport(self.fabric))
-        multi = MultiConnector([p2p, offload_connector(context), store_connector(context)])
-        self.parts = {**getattr(self, "parts", {}), multi: p2p}
-        return multi
+        return MultiConnector([p2p, offload_connector(context), store_connector(context)])
 
     def num_loading_blocks(self, connector):
-        p2p = self.parts[connector]
+        p2p, *_tiers = connector._connectors
         return p2p.num_loading_blocks() + p2p.num_quarantined_blocks()
 
 
 @pytest.mark.slow
 class TestWithTiers(Pairs, ConnectorConformance):
     meets_producers = True
+    can_be_damaged = False
 
 
 @pytest.mark.slow

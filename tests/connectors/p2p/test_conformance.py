@@ -8,7 +8,8 @@ import pytest
 
 from connectors.p2p.connector import P2PConnector
 from connectors.p2p.transport.factory import create_transport
-from connectors.testing.connector_suite import ConnectorConformance, ConnectorPairs
+from connectors.testing.connector_pairs import ConnectorPairs
+from connectors.testing.connector_suite import ConnectorConformance
 from connectors.testing.contexts import connector_context
 from connectors.testing.early_suite import EarlyPullConformance
 from connectors.testing.inproc_transport import InprocFabric, InprocTransport
@@ -17,10 +18,18 @@ from core.config_workers import ConnectorSection
 
 class P2PPairs(ConnectorPairs):
     transport: ClassVar[str]
+    kv_verify: ClassVar[str] = "auto"
+    copies_from_devices = False
 
     def make_connector(self, role, patience_s):
-        settings = {"transports": (self.transport,), "transfer_deadline_s": patience_s, "handshake_timeout_s": patience_s}
-        context = connector_context(role, connector=ConnectorSection(name="test", **settings))
+        section = ConnectorSection(
+            name="test",
+            transports=(self.transport,),
+            transfer_deadline_s=patience_s,
+            handshake_timeout_s=patience_s,
+            kv_verify=self.kv_verify,
+        )
+        context = connector_context(role, connector=section)
         return P2PConnector(context, self.create)
 
     def create(self, name, settings):
@@ -44,6 +53,7 @@ class OverInproc(P2PPairs):
 
 class OverTcp(P2PPairs):
     transport = "tcp"
+    copies_from_devices = True
 
 
 class OverShm(P2PPairs):
@@ -56,11 +66,18 @@ class OverNixl(P2PPairs):
 
 class TestInproc(OverInproc, ConnectorConformance):
     meets_producers = True
+    can_be_damaged = False
 
 
 @pytest.mark.slow
 class TestInprocWithLateBytes(TestInproc):
     late_bytes = True
+
+
+@pytest.mark.slow
+class TestInprocWithDigests(TestInproc):
+    kv_verify = "digest"
+    can_be_damaged = True
 
 
 class TestTcp(OverTcp, ConnectorConformance):
@@ -70,11 +87,13 @@ class TestTcp(OverTcp, ConnectorConformance):
 @pytest.mark.slow
 class TestShm(OverShm, ConnectorConformance):
     meets_producers = True
+    can_be_damaged = False
 
 
 @pytest.mark.slow
 class TestNixl(OverNixl, ConnectorConformance):
     meets_producers = True
+    can_be_damaged = False
 
 
 class TestEarlyInproc(OverInproc, EarlyPullConformance):

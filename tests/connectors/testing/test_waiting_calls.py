@@ -1,0 +1,109 @@
+"""The watch for calls that wait: it finds each kind, on the thread that makes it, and excuses what only looks like one."""
+
+from __future__ import annotations
+
+import os
+import queue
+import socket
+import sys
+import threading
+import time
+
+import pytest
+
+from connectors.testing.waiting_calls import WaitingCalls
+
+
+class Interface:
+    def run(self, work):
+        raise NotImplementedError
+
+    async def later(self):
+        raise NotImplementedError
+
+
+class Target(Interface):
+    def run(self, work):
+        return work()
+
+
+@pytest.fixture
+def found():
+    """Return a function that says what waited during a call."""
+
+    def run(work):
+        waits, target = WaitingCalls(), Target()
+        waits.watch(target, Interface)
+        before = sys.getprofile()
+        target.run(work)
+        assert sys.getprofile() is before
+        return waits.found
+
+    return run
+
+
+@pytest.fixture
+def sockets():
+    both = socket.socketpair()
+    yield both
+    for one in both:
+        one.close()
+
+
+def wait_for_thread():
+    thread = threading.Thread(target=lambda: None)
+    thread.start()
+    thread.join()
+
+
+WAITS = {
+    "sleep": lambda: time.sleep(0),
+    "stat": lambda: os.path.exists("/"),
+    "open": lambda: open(os.devnull).close(),
+    "Thread.join": wait_for_thread,
+    "Condition.wait": lambda: threading.Event().wait(0.001),
+}
+
+
+@pytest.mark.parametrize("name", WAITS)
+def test_a_call_that_waits_is_found_with_its_place(found, name):
+    (line,) = found(WAITS[name])
+    assert line.startswith(f"Target.run calls {name} in test_waiting_calls.py:")
+
+
+def test_a_socket_that_blocks_waits_and_another_one_does_not(found, sockets):
+    ours, theirs = sockets
+    assert [line.split()[2] for line in found(lambda: ours.send(b"a"))] == ["socket.send"]
+    ours.setblocking(False)
+    assert found(lambda: ours.send(b"a")) == []
+    assert theirs.recv(2) == b"aa"
+
+
+def test_the_work_of_other_threads_is_theirs(found):
+    orders = queue.SimpleQueue()
+    thread = threading.Thread(target=lambda: (orders.get(), time.sleep(0)))
+    assert found(thread.start) == [], "a thread is waited for until it has begun"
+    assert found(lambda: orders.put(1)) == []
+    thread.join()
+
+
+def test_a_look_without_time_is_no_wait(found):
+    assert found(lambda: threading.Semaphore(0).acquire(timeout=0)) == []
+
+
+def test_an_import_is_no_wait(found, monkeypatch):
+    monkeypatch.delitem(sys.modules, "colorsys", raising=False)
+    assert found(lambda: __import__("colorsys")) == []
+
+
+def test_what_was_called_before_an_error_is_found_too():
+    waits, target = WaitingCalls(), Target()
+    waits.watch(target, Interface)
+
+    def fail():
+        time.sleep(0)
+        raise ValueError
+
+    with pytest.raises(ValueError, match=r"^$"):
+        target.run(fail)
+    assert len(waits.found) == 1
