@@ -21,6 +21,7 @@ from connectors.lmcache.client import fetch_facts
 from core.config import KVFerryConfig
 from core.config_router import RouterSection
 from core.errors import ConfigError, KVFerryError
+from core.wire.connections import HANDSHAKE_FAILED_EVENTS
 from core.wire.curve import ClusterKeys, secure_client
 from core.wire.key_rotation import connect_with_each_key, keys_of
 from core.wire.sockets import split_tcp
@@ -35,6 +36,8 @@ ANSWER_TIMEOUT_S = 10.0  # for the whole of an answer
 _MAX_ANSWER_BYTES = 1 << 20
 MAX_CLOCK_DIFFERENCE_S = 5.0
 _HAS_KEY = "give both the same key: security.cluster_key, $KVFERRY_CLUSTER_KEY"
+# The probe's socket has no heartbeats: with them the second one can abort a process (``core.wire.connections``).
+_REFUSALS = HANDSHAKE_FAILED_EVENTS | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
 _REACH = "start it; if it runs: look at its address, DNS and network policies"
 
 
@@ -76,7 +79,7 @@ def _shake_hands(address: str, keys: ClusterKeys | None) -> bool | None:
         dealer.setsockopt(zmq.IPV6, 1)
         dealer.setsockopt(zmq.IMMEDIATE, 1)
         secure_client(dealer, keys)
-        monitor = dealer.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
+        monitor = dealer.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | _REFUSALS)
         connect_with_each_key(dealer, address, keys)
         try:
             return _outcome(monitor, num_keys=1 + len(keys.others if keys else ()))

@@ -11,6 +11,7 @@ import math
 import os
 import threading
 from collections.abc import Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from core.errors import ConfigError, KVFerryError, ProtocolError, VersionMismatc
 from core.ids import IdSource, new_hex_id
 from core.log import event
 from core.rate_limit import LimitedLog
-from core.wire.connections import ANNOUNCED_WITHIN_S, HANDSHAKE_FAILED_EVENTS, GivenUp, is_refusal
+from core.wire.connections import ANNOUNCED_WITHIN_S, ClientConnections, monitor_of
 from core.wire.curve import ClusterKeys
 from core.wire.key_rotation import connect_with_each_key
 from core.wire.sockets import SocketOptions, dealer_socket
@@ -56,8 +57,7 @@ class StoreClient(StoreClientBase):
         self._last_refusal = ""  # logged once
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._limits = SocketOptions(max_message_bytes=MAX_BLOCK_BYTES, high_water_mark=MAX_QUEUED_MESSAGES, keys=keys)
-        self._given_up = GivenUp()
-        self._was_refused = False  # whether the last end of a connection was a failed handshake
+        self._connections = ClientConnections()
         try:
             self._socket, self._monitor = self._connect()
         except zmq.ZMQError as error:
@@ -92,9 +92,14 @@ class StoreClient(StoreClientBase):
 
     def _connect(self) -> tuple[zmq.Socket[bytes], zmq.Socket[bytes]]:
         """Return a socket that connects to the store, and its monitor. Raises: zmq.ZMQError."""
-        socket = dealer_socket(self._context, self._limits)
-        monitor = socket.get_monitor_socket(HANDSHAKE_FAILED_EVENTS | GivenUp.EVENTS)
-        connect_with_each_key(socket, self._address, self._limits.keys)
+        with ExitStack() as made:
+            socket = dealer_socket(self._context, self._limits)
+            made.callback(socket.close, linger=0)
+            monitor = monitor_of(socket, ClientConnections.EVENTS)
+            made.callback(monitor.close, linger=0)
+            made.callback(socket.monitor, None, 0)
+            connect_with_each_key(socket, self._address, self._limits.keys)
+            made.pop_all()
         return socket, monitor
 
     def _connect_again(self) -> None:
@@ -105,7 +110,8 @@ class StoreClient(StoreClientBase):
             self._limited_log.warning("kvstore_not_reconnected", address=self._address, error=error)
             return
         self._close_connection()
-        self._socket, self._monitor, self._given_up, self._was_refused = socket, monitor, GivenUp(), False
+        self._socket, self._monitor, self._connections = socket, monitor, ClientConnections()
+        self._lose_link()  # a greeting may have gone into the old socket
 
     def _run(self) -> None:
         while not self._is_closing:
@@ -116,7 +122,7 @@ class StoreClient(StoreClientBase):
             poller.register(self._socket, zmq.POLLIN | wants_out)
             with self._lock:
                 timeout_s = max(0.0, self._machine.next_timer() - self._clock.now())
-            if self._given_up.is_possible:
+            if self._connections.may_have_given_up:
                 timeout_s = min(timeout_s, ANNOUNCED_WITHIN_S)
             ready = dict(poller.poll(math.ceil(1000 * timeout_s)))
             self._wakeup.clear()
@@ -130,9 +136,8 @@ class StoreClient(StoreClientBase):
         now = self._clock.now()
         if self._monitor in ready:
             self._take_link_event(recv_monitor_message(self._monitor))
-        if self._given_up.look(now):
+        if self._connections.has_given_up(now):
             self._connect_again()
-            return
         if ready.get(self._socket, 0) & zmq.POLLOUT:
             with self._lock:
                 self._machine.on_link_up(now)
@@ -146,13 +151,11 @@ class StoreClient(StoreClientBase):
         self._follow_all()
 
     def _take_link_event(self, found: Mapping[str, Any]) -> None:
-        """Handle the end of a link. An end that directly follows a failed handshake is that of a link that never existed."""
-        self._given_up.note(int(found["event"]))
-        is_refused = is_refusal(found)
-        if found["event"] == zmq.EVENT_DISCONNECTED and not self._was_refused:
+        """Note an event of the connections; with the end of the good one the link is lost."""
+        was_good = self._connections.is_good
+        self._connections.note(found)
+        if was_good and not self._connections.is_good:
             self._lose_link()
-        if found["event"] == zmq.EVENT_DISCONNECTED or is_refused:
-            self._was_refused = is_refused
 
     def _receive(self) -> bool:
         try:

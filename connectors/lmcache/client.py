@@ -23,7 +23,7 @@ from connectors.lmcache.wire import MAX_MESSAGE_BYTES, RequestType, decode_reply
 from core.errors import ConnectorUnavailable, PeerUnreachable, ProtocolError, TransferTimeout
 from core.log import event
 from core.rate_limit import LimitedLog
-from core.wire.connections import LOST_EVENTS
+from core.wire.connections import LOST_EVENTS, monitor_of
 from core.wire.sockets import AsyncContext, AsyncSocket, SocketOptions, dealer_socket
 
 _MAX_ANSWER_BYTES = 1 << 20
@@ -125,7 +125,7 @@ class LMCacheClient:
         self._socket: AsyncSocket = dealer_socket(context, _OPTIONS)
         self._socket.setsockopt(zmq.RECONNECT_IVL, -1)
         self._socket.setsockopt(zmq.IMMEDIATE, 0)  # queue while connecting
-        self._monitor: AsyncSocket = self._socket.get_monitor_socket(LOST_EVENTS)
+        self._monitor: AsyncSocket = monitor_of(self._socket, LOST_EVENTS)
         try:
             self._socket.connect(address)
         except zmq.ZMQError as error:
@@ -158,7 +158,7 @@ class LMCacheClient:
             self._limited_log.warning("lmcache_request_dropped", error=error)
 
     def _close_sockets(self) -> None:
-        self._socket.monitor(None, 0)  # first: ZeroMQ's thread blocks on an event that is never read
+        self._socket.monitor(None, 0)  # before the reading end is closed
         self._monitor.close(linger=0)
         self._socket.close(linger=0)
 

@@ -25,7 +25,7 @@ from core.errors import ConnectorUnavailable, KVFerryError, ProtocolError, Versi
 from core.log import event
 from core.rate_limit import LimitedLog
 from core.wire.codec import MAX_CONTROL_FRAME_BYTES, decode_control_frame, encode_control_message
-from core.wire.connections import LOST_EVENTS, is_refusal
+from core.wire.connections import LOST_EVENTS, is_refusal, monitor_of
 from core.wire.curve import ClusterKeys
 from core.wire.key_rotation import next_keys
 from core.wire.kv import ControlError, ControlMessage, refusal_of
@@ -157,7 +157,7 @@ class _Link:
         self.socket = socket
         self.keys = keys
         self.unconfirmed: list[bytes] | None = [] if next_keys(keys) is not None else None
-        self.monitor: AsyncSocket = socket.get_monitor_socket(LOST_EVENTS | zmq.EVENT_CONNECTED)
+        self.monitor: AsyncSocket = monitor_of(socket, LOST_EVENTS | zmq.EVENT_CONNECTED)
         self.tasks: list[asyncio.Task[None]] = []
 
     def close(self) -> None:

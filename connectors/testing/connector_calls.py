@@ -122,11 +122,11 @@ class CallConformance(ByteConformance):
                 await pair.make_handoff("a", PROMPT)
                 await pair.drained()
                 waits = WaitingCalls()
-                for side in (pair.consumer, pair.producer):
-                    with waits.watching("stop"):
-                        await side.connector.stop()
+                with waits.watching("stop"):
+                    await pair.consumer.connector.stop()
+                    await pair.producer.connector.stop()
                 assert not waits.found, f"stop waits in the event loop: {waits.found}"
-            del pair, side
+            del pair
         gc.collect()
         names = [thread.name for thread in threading.enumerate() if thread not in threads]
         left = [name for name in names if not name.startswith(_POOL_OF_THE_LOOP)]

@@ -11,16 +11,20 @@ stream_engine_base.cpp). Without the event such a frame ends the connection at o
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import zmq
+
+AnySocket = TypeVar("AnySocket", bound="zmq.Socket[Any]")
 
 HANDSHAKE_FAILED_EVENTS = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 # The connection has ended, or none was made.
 LOST_EVENTS = zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED | zmq.EVENT_CONNECT_RETRIED | HANDSHAKE_FAILED_EVENTS
 
 ANNOUNCED_WITHIN_S = 0.5  # ZeroMQ announces the next try to connect in the moment in which it gives up the last one
+_numbers = itertools.count()
 _HANDSHAKE_LIMIT_S = 60.0  # twice what ZeroMQ gives a handshake: an older connection has had one
 
 
@@ -29,34 +33,75 @@ def is_refusal(monitor_event: Mapping[str, Any]) -> bool:
     return bool(int(monitor_event["event"]) & HANDSHAKE_FAILED_EVENTS)
 
 
-class GivenUp:
-    """Whether ZeroMQ tries no more to connect a DEALER: so it does after an error of the protocol.
+def monitor_of(target: AnySocket, events: int) -> AnySocket:
+    """Return a socket that receives a socket's events. Stop them by ``target.monitor(None, 0)`` before it is closed.
 
-    That is a damaged or an oversized frame, or a peer that has a key where this side has none, or the reverse. No event says
-    so, but each further try is announced. The monitor must ask for ``EVENTS``. Times are seconds of one clock.
+    It keeps any number of them: ZeroMQ's thread reports an event by a blocking send, under a lock that stopping takes, too.
+    """
+    address = f"inproc://monitor-{id(target):x}-{next(_numbers)}"
+    target.monitor(address, events)
+    found: AnySocket = target.context.socket(zmq.PAIR)
+    found.setsockopt(zmq.LINGER, 0)
+    found.setsockopt(zmq.RCVHWM, 0)
+    found.connect(address)
+    return found
+
+
+class ClientConnections:
+    """The connections of a DEALER, one for each key: whether one is good, and whether ZeroMQ goes on trying.
+
+    It does not after an error of the protocol: a damaged or an oversized frame, or a peer that has a key where this side has
+    none, or the reverse. No event says so, but each further try is announced. Nor does one say which connection has had its
+    handshake: one of those that were open then. The monitor must ask for ``EVENTS``. Times are seconds of one clock.
     """
 
-    EVENTS = zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED | zmq.EVENT_CONNECT_RETRIED
+    EVENTS = (
+        zmq.EVENT_CONNECTED
+        | zmq.EVENT_HANDSHAKE_SUCCEEDED
+        | zmq.EVENT_DISCONNECTED
+        | zmq.EVENT_CLOSED  # a try to connect has failed
+        | zmq.EVENT_CONNECT_RETRIED
+    )
 
     def __init__(self) -> None:
+        self._open: set[int] = set()  # file descriptors
+        self._maybe_good: set[int] = set()
         self._num_ends = 0  # that no announcement has followed
         self._since: float | None = None  # when that was first seen
 
     @property
-    def is_possible(self) -> bool:
-        """True while an announcement is awaited."""
-        return self._num_ends > 0
+    def is_good(self) -> bool:
+        """True from a handshake on until its connection ends."""
+        return bool(self._maybe_good)
 
-    def note(self, event: int) -> None:
+    @property
+    def may_have_given_up(self) -> bool:
+        """True while no connection is good and an announcement is awaited."""
+        return self._num_ends > 0 and not self._maybe_good
+
+    def note(self, monitor_event: Mapping[str, Any]) -> None:
         """Note an event of the monitor; others than ``EVENTS`` are ignored."""
-        if event in (zmq.EVENT_DISCONNECTED, zmq.EVENT_CLOSED):
-            self._num_ends += 1
-        elif event == zmq.EVENT_CONNECT_RETRIED:
-            self._num_ends = max(0, self._num_ends - 1)
+        event, descriptor = int(monitor_event["event"]), int(monitor_event["value"])
+        match event:
+            case zmq.EVENT_CONNECTED:
+                self._open.add(descriptor)
+            case zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                self._maybe_good = set(self._open)
+            case zmq.EVENT_DISCONNECTED:
+                self._open.discard(descriptor)
+                self._maybe_good.discard(descriptor)
+                self._num_ends += 1
+            case zmq.EVENT_CLOSED:
+                self._num_ends += 1
+            case zmq.EVENT_CONNECT_RETRIED:
+                self._num_ends = max(0, self._num_ends - 1)
 
-    def look(self, now: float) -> bool:
-        """Return True if ZeroMQ tries no more. It takes two looks; all events should have been noted before each."""
-        if not self._num_ends:
+    def has_given_up(self, now: float) -> bool:
+        """Return True if no connection is good and one is tried no more. It takes two calls, ``ANNOUNCED_WITHIN_S`` apart.
+
+        All events should have been noted before each.
+        """
+        if not self.may_have_given_up:
             self._since = None
             return False
         if self._since is None:

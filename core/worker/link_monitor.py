@@ -1,7 +1,7 @@
 """What ZeroMQ tells of a link to a router: whether it is connected, and why not.
 
 Owns the socket of its monitor, which is read only when somebody asks, without waiting: ``note_events`` has to be called now and
-then, because ZeroMQ's thread waits once the events of many tries to connect are unread.
+then, because events add up.
 """
 
 from __future__ import annotations
@@ -13,13 +13,11 @@ from typing import Any
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
-from core.wire.connections import HANDSHAKE_FAILED_EVENTS, GivenUp, is_refusal
+from core.wire.connections import HANDSHAKE_FAILED_EVENTS, ClientConnections, is_refusal, monitor_of
 from core.wire.sockets import AsyncSocket
 
 SILENT = "it does not answer"
 AWAY = "no connection: no router is there, or a firewall or NetworkPolicy is in between"
-# A try to connect that fails ends by EVENT_CLOSED.
-_EVENTS = zmq.EVENT_CONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED | HANDSHAKE_FAILED_EVENTS | GivenUp.EVENTS
 
 
 class LinkMonitor:
@@ -28,14 +26,12 @@ class LinkMonitor:
     def __init__(self, socket: AsyncSocket, *, has_key: bool) -> None:
         self._socket = socket
         self._has_key = has_key
-        self._monitor = socket.get_monitor_socket(_EVENTS)
+        self._monitor = monitor_of(socket, ClientConnections.EVENTS | HANDSHAKE_FAILED_EVENTS)
         self._events: zmq.Socket[bytes] = zmq.Socket.shadow(self._monitor)
-        self._is_connected = False  # with a handshake
-        self._is_open = False
-        self._was_refused = False  # by the last event
+        self._connections = ClientConnections()
+        self._is_open = False  # by the last event
         self._refusal = ""
-        self._was_connected = False
-        self._given_up = GivenUp()
+        self._was_good = False
         self._has_given_up = False
 
     def has_given_up(self) -> bool:
@@ -45,41 +41,33 @@ class LinkMonitor:
 
     def has_broken(self) -> bool:
         """Return True if ZeroMQ tries no more after a connection that was good, as after a damaged frame."""
-        return self.has_given_up() and self._was_connected
+        return self.has_given_up() and self._was_good
 
     def why_unusable(self) -> str:
         """Return why there is no connection, empty if there is one."""
         self.note_events()
-        return "" if self._is_connected else self._refusal or (SILENT if self._is_open else AWAY)
+        return "" if self._connections.is_good else self._refusal or (SILENT if self._is_open else AWAY)
 
     def note_events(self) -> None:
         """Read what ZeroMQ has told since the last call."""
         while self._events.poll(0):
             self._note(parse_monitor_message(self._events.recv_multipart(zmq.NOBLOCK)))
-        self._has_given_up = self._given_up.look(time.monotonic()) and not self._is_connected
-        if self._has_given_up and not self._was_connected:
+        self._has_given_up = self._connections.has_given_up(time.monotonic())
+        if self._has_given_up and not self._was_good:
             self._refusal = self._reason_of_end()
 
     def _note(self, found: Mapping[str, Any]) -> None:
         """Note one event. With several keys a DEALER has a connection for each, of which all but one are refused for good."""
-        kind, was_refused = int(found["event"]), self._was_refused
-        self._given_up.note(kind)
+        kind = int(found["event"])
+        self._connections.note(found)
         if kind == zmq.EVENT_CONNECT_RETRIED:
             return
         self._is_open = kind in (zmq.EVENT_CONNECTED, zmq.EVENT_HANDSHAKE_SUCCEEDED)
-        if kind == zmq.EVENT_CONNECTED:
-            return
-        self._was_refused = is_refusal(found)
-        if self._was_refused:
+        self._was_good |= kind == zmq.EVENT_HANDSHAKE_SUCCEEDED
+        if is_refusal(found):
             self._refusal = self._reason_of_refusal()
-            return
-        match kind:
-            case zmq.EVENT_HANDSHAKE_SUCCEEDED:
-                self._is_connected, self._was_connected, self._refusal = True, True, ""
-            case zmq.EVENT_CLOSED:
-                self._refusal = ""
-            case _ if not was_refused:  # else it is the end of a connection that never was
-                self._is_connected = False
+        elif kind in (zmq.EVENT_HANDSHAKE_SUCCEEDED, zmq.EVENT_CLOSED):
+            self._refusal = ""
 
     def _reason_of_refusal(self) -> str:
         """Return why the router ended a handshake."""
@@ -96,5 +84,5 @@ class LinkMonitor:
     def close(self) -> None:
         """Stop monitoring. Idempotent."""
         if not self._socket.closed:
-            self._socket.disable_monitor()
+            self._socket.monitor(None, 0)
         self._monitor.close(linger=0)

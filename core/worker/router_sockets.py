@@ -124,17 +124,20 @@ class RouterSockets:
 
     async def _follow_names(self) -> None:
         while True:
-            found = await self._resolve_all()
+            # A link that is tried no more is made anew, whatever the name service says: the router may have another key by now.
             for link in [link for link, monitor in self._monitors.items() if monitor.has_given_up()]:
-                await self._disconnect(link)  # and connect again, since the router may have another key by now
+                await self._replace(link)
+            found = await self._resolve_all()
             for link in sorted(found - self._sockets.keys()):
-                self._connect(link)
+                if (made := self._make(link)) is not None:
+                    self._connect(link, *made)
             if not self._unresolved:  # a name service that is down proves nothing about the routers
                 for link in sorted(self._sockets.keys() - found):
                     await self._disconnect(link)
             self._has_broken.clear()
             with contextlib.suppress(TimeoutError):
-                interval_s = min(RESOLVE_RETRY_S, self._interval_s) if self._unresolved else self._interval_s
+                is_early = self._unresolved or found - self._sockets.keys()
+                interval_s = min(RESOLVE_RETRY_S, self._interval_s) if is_early else self._interval_s
                 await asyncio.wait_for(self._has_broken.wait(), interval_s)
 
     async def _resolve_all(self) -> set[str]:
@@ -149,11 +152,33 @@ class RouterSockets:
                 self._unresolved.add(address)
         return found
 
-    def _connect(self, link: str) -> None:
-        socket = dealer_socket(self._context, self._options)
-        self._monitors[link] = LinkMonitor(socket, has_key=self._options.keys is not None)
-        connect_with_each_key(socket, link, self._options.keys)
-        self._sockets[link] = socket
+    async def _replace(self, link: str) -> None:
+        """Make a link anew, unless it cannot be made now."""
+        made = self._make(link)
+        if made is None:
+            return
+        try:
+            await self._disconnect(link)
+        except asyncio.CancelledError:
+            _discard(*made)
+            raise
+        self._connect(link, *made)
+
+    def _make(self, link: str) -> tuple[AsyncSocket, LinkMonitor] | None:
+        """Return a socket that connects to a router, and its monitor; None if there is no file descriptor for it."""
+        socket = monitor = None
+        try:
+            socket = dealer_socket(self._context, self._options)
+            monitor = LinkMonitor(socket, has_key=self._options.keys is not None)
+            connect_with_each_key(socket, link, self._options.keys)
+        except zmq.ZMQError as error:
+            self._limited_log.warning("router_link_not_made", key=link, router=link, error=error)
+            _discard(socket, monitor)
+            return None
+        return socket, monitor
+
+    def _connect(self, link: str, socket: AsyncSocket, monitor: LinkMonitor) -> None:
+        self._sockets[link], self._monitors[link] = socket, monitor
         self._readers[link] = self._keep(self._read(link, socket))
         self._events.on_connect(link)
 
@@ -176,3 +201,10 @@ class RouterSockets:
             num_frames += 1
             if num_frames % _FRAMES_PER_TURN == 0:
                 await asyncio.sleep(0)
+
+
+def _discard(socket: AsyncSocket | None, monitor: LinkMonitor | None) -> None:
+    if monitor is not None:
+        monitor.close()
+    if socket is not None:
+        socket.close(linger=0)

@@ -21,7 +21,7 @@ from core.errors import Cancelled, KVFerryError, NoWorker, ProtocolError
 from core.log import event
 from core.tracing import TraceContext, Tracer
 from core.wire import codec
-from core.wire.connections import Handshakes
+from core.wire.connections import Handshakes, monitor_of
 from core.wire.curve import ClusterKeys
 from core.wire.engine_calls import EngineCall
 from core.wire.messages import ErrorInfo, Generate, RouterMessage
@@ -172,7 +172,7 @@ class WorkerGateway:
         except KVFerryError:
             self._close()
             raise
-        self._monitor = self._socket.get_monitor_socket(Handshakes.EVENTS)
+        self._monitor = monitor_of(self._socket, Handshakes.EVENTS)
         reader = FrameReader(self._socket, self._clock, self._on_parts)
         work = (reader.run(), self._tick(reader), self._watch_connections(self._monitor))
         self._death = asyncio.get_running_loop().create_future()
@@ -209,7 +209,7 @@ class WorkerGateway:
 
     def _close(self) -> None:
         if self._socket is not None and self._monitor is not None:
-            self._socket.monitor(None, 0)  # first, because ZeroMQ's thread blocks on an event without a reader
+            self._socket.monitor(None, 0)  # before the reading end is closed
             self._monitor.close(linger=0)
             self._monitor = None
         if self._socket is not None:
@@ -337,12 +337,14 @@ class WorkerGateway:
         """
         handshakes = Handshakes()
         while True:
-            is_end = self._note_event(await monitor.recv_multipart(), handshakes)
-            if not is_end:
+            has_ended = self._note_event(await monitor.recv_multipart(), handshakes)
+            if not has_ended:
+                await asyncio.sleep(0)  # the others have their turn, however many connect
                 continue
             await asyncio.sleep(RECONNECT_S)
             while await monitor.poll(0):
                 self._note_event(await monitor.recv_multipart(), handshakes)
+                await asyncio.sleep(0)
             self._guard(self.core.probe_connections)
 
     def _note_event(self, parts: list[bytes], handshakes: Handshakes) -> bool:

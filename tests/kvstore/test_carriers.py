@@ -1,6 +1,7 @@
 """The threads and sockets around the two machines: which clients are accepted, what is refused, and the end of a thread."""
 
 import contextlib
+import errno
 import gc
 import json
 import logging
@@ -17,7 +18,6 @@ from core.clock import SystemClock
 from core.config_workers import KVStoreSection
 from core.errors import ConfigError, PeerUnreachable
 from core.ids import RandomIds
-from core.wire.connections import is_refusal
 from core.wire.curve import derive_keys, new_cluster_key
 from core.wire.sockets import split_tcp
 from core.wire.version import encode_refusal
@@ -91,15 +91,15 @@ def test_only_holders_of_the_key_get_in():
 
 @pytest.mark.parametrize("age", ["old", "new"])
 def test_store_may_hold_either_key_while_it_changes(age, monkeypatch):
-    refusals, taken = [], StoreClient._take_link_event
-    monkeypatch.setattr(StoreClient, "_take_link_event", lambda self, it: refusals.append(is_refusal(it)) or taken(self, it))
+    ends, taken = [], StoreClient._take_link_event
+    monkeypatch.setattr(StoreClient, "_take_link_event", lambda self, it: ends.append(int(it["event"])) or taken(self, it))
     keys = {name: derive_keys(new_cluster_key(RandomIds())) for name in ("old", "new")}
     ring = keys["old"].with_others([keys["new"]])
     block = make_block(1)
     with serving(keys[age]) as (_, address), client_at(address, ring) as member:
         assert member.wait_until_connected(DEADLINE_S)
         assert put(member, [block]).stored == [True]
-        eventually(lambda: refusals.count(True) >= 3, "the other key was never tried")  # none of it is a lost link
+        eventually(lambda: ends.count(zmq.EVENT_DISCONNECTED) >= 3, "the other key was never tried")
         assert member.is_connected
         assert read(member, [block.key]) == [bytes(block.content)]
 
@@ -335,3 +335,26 @@ def test_no_thread_or_descriptor_is_left():
     with serving() as (_, address), client_at(address) as client:
         client.wait_until_connected(DEADLINE_S)
     assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("kvstore")]
+
+
+def test_a_client_without_a_descriptor_for_another_socket_tries_again(monkeypatch, caplog):
+    keys = derive_keys(new_cluster_key(RandomIds()))
+    made = StoreClient._connect
+    failures = [zmq.ZMQError(errno.EMFILE), None]
+
+    def connect(client):
+        if failure := failures.pop(0):
+            raise failure
+        return made(client)
+
+    with (
+        serving(keys) as (_, address),
+        TcpProxy(split_tcp(address)) as proxy,
+        client_at("tcp://{}:{}".format(*proxy.address), keys) as client,
+    ):
+        assert client.wait_until_connected(DEADLINE_S)
+        monkeypatch.setattr(StoreClient, "_connect", connect)
+        proxy.damage_answers()
+        eventually(lambda: not failures, "it was not tried again")
+        assert client.wait_until_connected(DEADLINE_S)
+    assert "event=kvstore_not_reconnected" in caplog.text

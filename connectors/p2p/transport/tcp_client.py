@@ -35,7 +35,7 @@ from connectors.p2p.transport.tcp_server import (
 from connectors.pool_access import PoolAccess
 from core.errors import KVFerryError, PeerUnreachable, ProtocolError, TransferError
 from core.ids import IdSource
-from core.wire.connections import LOST_EVENTS, is_refusal
+from core.wire.connections import LOST_EVENTS, is_refusal, monitor_of
 from core.wire.curve import ClusterKeys, secure_client
 from core.wire.key_rotation import next_keys
 
@@ -164,7 +164,7 @@ class TcpTransport(Transport):
         keep_alive(socket)
         socket.maxmsgsize = max([MAX_HEADER_BYTES, *(max_frame_bytes(shape.row_bytes) for shape in shapes)])
         secure_client(socket, keys)
-        monitor = socket.get_monitor_socket(LOST_EVENTS)
+        monitor = monitor_of(socket, LOST_EVENTS)
         try:
             socket.connect(address)
         except (zmq.ZMQError, ValueError) as error:

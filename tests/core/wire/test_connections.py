@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import socket
 import subprocess
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from core.ids import RandomIds
-from core.wire.connections import ANNOUNCED_WITHIN_S, LOST_EVENTS, GivenUp, Handshakes
+from core.wire.connections import ANNOUNCED_WITHIN_S, LOST_EVENTS, ClientConnections, Handshakes, monitor_of
 from core.wire.curve import derive_keys, new_cluster_key
 from core.wire.sockets import SocketOptions, bind, dealer_socket, router_socket, split_tcp
 from tests.support.polling import wait_until
@@ -48,33 +49,62 @@ def test_an_old_connection_is_no_stranger_while_a_new_one_has_no_handshake_yet()
     assert note_all(handshakes, [(ACCEPTED, 8), (DISCONNECTED, 7), (DISCONNECTED, 8)], now=61.0) == [False, False, True]
 
 
+CONNECTED, CLOSED, RETRIED = zmq.EVENT_CONNECTED, zmq.EVENT_CLOSED, zmq.EVENT_CONNECT_RETRIED
+
+
+def connections(*events):
+    found = ClientConnections()
+    for event, descriptor in events:
+        found.note({"event": event, "value": descriptor})
+    return found
+
+
+@pytest.mark.parametrize(
+    ("events", "is_good"),
+    [
+        ([(CONNECTED, 7)], False),
+        ([(CONNECTED, 7), (SUCCEEDED, 0)], True),
+        ([(CONNECTED, 7), (SUCCEEDED, 0), (DISCONNECTED, 7)], False),
+        # of two keys the other one is refused, before or after, in whatever way
+        ([(CONNECTED, 7), (CONNECTED, 8), (SUCCEEDED, 0), (DISCONNECTED, 8)], True),
+        ([(CONNECTED, 7), (CONNECTED, 8), (DISCONNECTED, 8), (RETRIED, 0), (SUCCEEDED, 0)], True),
+        ([(CONNECTED, 7), (SUCCEEDED, 0), (CONNECTED, 8), (DISCONNECTED, 8)], True),
+        ([(CONNECTED, 7), (SUCCEEDED, 0), (CONNECTED, 8), (DISCONNECTED, 7)], False),
+    ],
+)
+def test_a_connection_is_good_from_its_handshake_to_its_end(events, is_good):
+    assert connections(*events).is_good is is_good
+
+
 def test_the_end_of_a_connection_that_no_further_try_follows_was_the_last():
-    given_up = GivenUp()
-    given_up.note(zmq.EVENT_DISCONNECTED)
-    assert not given_up.look(10.0)
-    assert not given_up.look(10.0 + ANNOUNCED_WITHIN_S / 2)
-    assert given_up.look(10.0 + ANNOUNCED_WITHIN_S)
+    found = connections((CONNECTED, 7), (SUCCEEDED, 0), (DISCONNECTED, 7))
+    assert not found.has_given_up(10.0)
+    assert not found.has_given_up(10.0 + ANNOUNCED_WITHIN_S / 2)
+    assert found.has_given_up(10.0 + ANNOUNCED_WITHIN_S)
 
 
-@pytest.mark.parametrize("end", [zmq.EVENT_DISCONNECTED, zmq.EVENT_CLOSED])
+@pytest.mark.parametrize("end", [(DISCONNECTED, 7), (CLOSED, 7)])
 def test_an_end_that_a_further_try_follows_was_not_the_last(end):
-    given_up = GivenUp()
-    given_up.note(end)
-    assert not given_up.look(10.0)
-    given_up.note(zmq.EVENT_CONNECT_RETRIED)
-    assert not given_up.look(20.0)
-    given_up.note(end)
-    assert not given_up.look(30.0)  # a new one, that has just been seen
+    found = connections(end)
+    assert not found.has_given_up(10.0)
+    found.note({"event": RETRIED, "value": 0})
+    assert not found.has_given_up(20.0)
+    found.note({"event": end[0], "value": end[1]})
+    assert not found.has_given_up(30.0)  # a new one, that has just been seen
 
 
 def test_one_connection_of_several_may_have_been_given_up():
-    given_up = GivenUp()
-    given_up.note(zmq.EVENT_DISCONNECTED)
+    found = connections((DISCONNECTED, 7))
     for now in range(3):  # the others are refused again and again
-        given_up.note(zmq.EVENT_DISCONNECTED)
-        given_up.note(zmq.EVENT_CONNECT_RETRIED)
-        has_given_up = given_up.look(float(now))
+        found.note({"event": DISCONNECTED, "value": 8})
+        found.note({"event": RETRIED, "value": 0})
+        has_given_up = found.has_given_up(float(now))
     assert has_given_up
+
+
+def test_nothing_is_given_up_while_a_connection_is_good():
+    found = connections((CONNECTED, 7), (SUCCEEDED, 0), (CONNECTED, 8), (DISCONNECTED, 8))
+    assert not any(found.has_given_up(now) for now in (10.0, 20.0))
 
 
 @pytest.fixture
@@ -87,7 +117,7 @@ def context():
 @pytest.mark.parametrize("keys", [OTHER_KEYS, None], ids=["another key", "no key"])
 def test_a_stranger_is_noticed_by_a_real_server_and_a_member_is_none(context, keys):
     server = router_socket(context, SocketOptions(max_message_bytes=1000, keys=KEYS))
-    monitor, handshakes, found = server.get_monitor_socket(Handshakes.EVENTS), Handshakes(), []
+    monitor, handshakes, found = monitor_of(server, Handshakes.EVENTS), Handshakes(), []
     address = bind(server, "tcp://127.0.0.1:0")
 
     def look():
@@ -109,12 +139,29 @@ def test_a_stranger_is_noticed_by_a_real_server_and_a_member_is_none(context, ke
     monitor.close(linger=0)
 
 
+def test_events_that_nobody_reads_stop_no_socket(context):
+    """ZeroMQ's own queue holds 2,000; then its thread waits, and closing waits for it."""
+    server = router_socket(context, SocketOptions(max_message_bytes=1000))
+    monitor = monitor_of(server, Handshakes.EVENTS)
+    host, port = split_tcp(bind(server, "tcp://127.0.0.1:0"))
+    for _ in range(1200):
+        socket.create_connection((host, port)).close()
+    client = dealer_socket(context, SocketOptions(max_message_bytes=1000))
+    client.connect(f"tcp://{host}:{port}")
+    client.send(b"hello")
+    assert server.poll(10_000)
+    for closed in (server, client):
+        closed.monitor(None, 0)
+        closed.close(linger=0)
+    monitor.close(linger=0)
+
+
 def test_a_damaged_frame_ends_the_connection_at_once(context):
     server = router_socket(context, SocketOptions(max_message_bytes=1000, keys=KEYS))
-    server_monitor = server.get_monitor_socket(Handshakes.EVENTS)
+    server_monitor = monitor_of(server, Handshakes.EVENTS)
     with TcpProxy(split_tcp(bind(server, "tcp://127.0.0.1:0"))) as proxy:
         client = dealer_socket(context, SocketOptions(max_message_bytes=1000, keys=KEYS))
-        client_monitor = client.get_monitor_socket(LOST_EVENTS)
+        client_monitor = monitor_of(client, LOST_EVENTS)
         client.connect("tcp://{}:{}".format(*proxy.address))
         client.send(b"first")
         assert server.poll(10_000)
@@ -133,6 +180,7 @@ def test_a_damaged_frame_ends_the_connection_at_once(context):
 def test_no_monitor_asks_for_the_event_by_which_libzmq_loses_its_errno():
     asks = re.compile(r"zmq\.EVENT_HANDSHAKE_FAILED_PROTOCOL|zmq\.EVENT_ALL|get_monitor_socket\(\)")
     listed = subprocess.run(["git", "ls-files", "*.py"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
-    shipped = [name for name in listed if not name.startswith(("tests/", "benchmarks/"))]
+    without_heartbeats = "kvferry/doctor_peers.py"
+    shipped = [name for name in listed if not name.startswith(("tests/", "benchmarks/", without_heartbeats))]
     assert len(shipped) > 300
     assert [name for name in shipped if asks.search((ROOT / name).read_text())] == []

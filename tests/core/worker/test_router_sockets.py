@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 
 import pytest
@@ -11,7 +12,7 @@ import zmq
 from core.errors import ConfigError, PeerUnreachable
 from core.ids import RandomIds
 from core.wire.curve import derive_keys, new_cluster_key
-from core.wire.sockets import AsyncContext, SocketOptions, bind, router_socket, split_tcp
+from core.wire.sockets import AsyncContext, SocketOptions, bind, dealer_socket, router_socket, split_tcp
 from core.worker.router_sockets import RouterSockets
 from tests.support.polling import until
 from tests.support.tcp_proxy import TcpProxy
@@ -221,5 +222,44 @@ async def test_a_link_that_a_damaged_frame_has_ended_is_made_anew_at_once():
         await until(lambda: sockets.why_unusable()[link] == "")
         sockets.send(link, b"here again")
         assert (await router.recv_multipart())[1] == b"here again"
+        await sockets.close(0.0)
+    context.destroy(linger=0)
+
+
+async def test_a_link_that_cannot_be_made_for_want_of_a_descriptor_is_tried_again(monkeypatch):
+    failures = [zmq.ZMQError(errno.EMFILE), None]
+
+    def make(context, options):
+        if failure := failures.pop(0):
+            raise failure
+        return dealer_socket(context, options)
+
+    monkeypatch.setattr("core.worker.router_sockets.dealer_socket", make)
+    links = Links()
+    sockets = RouterSockets(["name"], links, Names("tcp://127.0.0.1:9").resolve, interval_s=0.01)
+    sockets.start()
+    await until(lambda: links.events == ["+tcp://127.0.0.1:9"])
+    await sockets.close(0.0)
+    assert links.deaths.empty()
+
+
+async def test_a_broken_link_is_made_anew_while_the_name_service_is_down():
+    context = AsyncContext()
+    keys = derive_keys(new_cluster_key(RandomIds()))
+    router = router_socket(context, SocketOptions(max_message_bytes=1000, keys=keys))
+    with TcpProxy(split_tcp(bind(router, "tcp://127.0.0.1:0"))) as proxy:
+        link = "tcp://{}:{}".format(*proxy.address)
+        names, links = Names(link), Links()
+        sockets = RouterSockets(["name"], links, names.resolve, interval_s=0.01, keys=keys)
+        sockets.start()
+        await until(lambda: sockets.why_unusable().get(link) == "")
+        names.answer = None
+        await names.asked_again()
+        sockets.send(link, b"hello")
+        peer, _ = await router.recv_multipart()
+        proxy.damage_answers()
+        await router.send_multipart([peer, b"damaged on the way"])
+        await until(lambda: links.events == [f"+{link}", f"-{link}", f"+{link}"])
+        await until(lambda: sockets.why_unusable()[link] == "")
         await sockets.close(0.0)
     context.destroy(linger=0)
