@@ -109,7 +109,7 @@ class ClientConnections:
         return now - self._since >= ANNOUNCED_WITHIN_S
 
 
-class Handshakes:
+class ServerConnections:
     """Counts the connections of a ROUTER that end before their handshake: those of strangers.
 
     No event names the connection whose handshake has succeeded. One that ends is taken for a stranger if any young connection

@@ -126,7 +126,7 @@ class Deadline:
 
 
 @dataclass(slots=True)
-class Standing:
+class RoomStanding:
     """How a request that looks for room stands to others that do."""
 
     is_held: bool = False  # it came when everything was full, and no worker has it
@@ -181,7 +181,7 @@ class RequestState:
     fallback_reason: str = ""
     is_local: bool = False  # its decode worker computes the prompt, since that is sooner
     renew_at: float = 0.0  # when the lease of the handoff is renewed next
-    standing: Standing = field(default_factory=Standing)
+    standing: RoomStanding = field(default_factory=RoomStanding)
     retries: Retries = field(default_factory=Retries)
     inflight: dict[WorkerKey, InflightCount] = field(default_factory=dict)
     error: ErrorInfo | None = None

@@ -21,7 +21,7 @@ from core.errors import Cancelled, KVFerryError, NoWorker, ProtocolError
 from core.log import event
 from core.tracing import TraceContext, Tracer
 from core.wire import codec
-from core.wire.connections import Handshakes, monitor_of
+from core.wire.connections import ServerConnections, monitor_of
 from core.wire.curve import ClusterKeys
 from core.wire.engine_calls import EngineCall
 from core.wire.messages import ErrorInfo, Generate, RouterMessage
@@ -172,7 +172,7 @@ class WorkerGateway:
         except KVFerryError:
             self._close()
             raise
-        self._monitor = monitor_of(self._socket, Handshakes.EVENTS)
+        self._monitor = monitor_of(self._socket, ServerConnections.EVENTS)
         reader = FrameReader(self._socket, self._clock, self._on_parts)
         work = (reader.run(), self._tick(reader), self._watch_connections(self._monitor))
         self._death = asyncio.get_running_loop().create_future()
@@ -335,7 +335,7 @@ class WorkerGateway:
 
         ZeroMQ reports that a connection was lost, but not whose; sending to that worker then fails.
         """
-        handshakes = Handshakes()
+        handshakes = ServerConnections()
         while True:
             has_ended = self._note_event(await monitor.recv_multipart(), handshakes)
             if not has_ended:
@@ -347,7 +347,7 @@ class WorkerGateway:
                 await asyncio.sleep(0)
             self._guard(self.core.probe_connections)
 
-    def _note_event(self, parts: list[bytes], handshakes: Handshakes) -> bool:
+    def _note_event(self, parts: list[bytes], handshakes: ServerConnections) -> bool:
         """Note what happened to a connection; return True if it has ended.
 
         One without a handshake is counted and logged: a worker with another cluster key never connects, and retries forever.

@@ -12,7 +12,7 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from core.ids import RandomIds
-from core.wire.connections import ANNOUNCED_WITHIN_S, LOST_EVENTS, ClientConnections, Handshakes, monitor_of
+from core.wire.connections import ANNOUNCED_WITHIN_S, LOST_EVENTS, ClientConnections, ServerConnections, monitor_of
 from core.wire.curve import derive_keys, new_cluster_key
 from core.wire.sockets import SocketOptions, bind, dealer_socket, router_socket, split_tcp
 from tests.support.polling import wait_until
@@ -40,11 +40,11 @@ def note_all(handshakes, events, now=0.0):
     ],
 )
 def test_connections_that_end_without_a_handshake_are_counted(events, num_strangers):
-    assert sum(note_all(Handshakes(), events)) == num_strangers
+    assert sum(note_all(ServerConnections(), events)) == num_strangers
 
 
 def test_an_old_connection_is_no_stranger_while_a_new_one_has_no_handshake_yet():
-    handshakes = Handshakes()
+    handshakes = ServerConnections()
     note_all(handshakes, [(ACCEPTED, 7), (SUCCEEDED, 0)])
     assert note_all(handshakes, [(ACCEPTED, 8), (DISCONNECTED, 7), (DISCONNECTED, 8)], now=61.0) == [False, False, True]
 
@@ -117,7 +117,7 @@ def context():
 @pytest.mark.parametrize("keys", [OTHER_KEYS, None], ids=["another key", "no key"])
 def test_a_stranger_is_noticed_by_a_real_server_and_a_member_is_none(context, keys):
     server = router_socket(context, SocketOptions(max_message_bytes=1000, keys=KEYS))
-    monitor, handshakes, found = monitor_of(server, Handshakes.EVENTS), Handshakes(), []
+    monitor, handshakes, found = monitor_of(server, ServerConnections.EVENTS), ServerConnections(), []
     address = bind(server, "tcp://127.0.0.1:0")
 
     def look():
@@ -142,7 +142,7 @@ def test_a_stranger_is_noticed_by_a_real_server_and_a_member_is_none(context, ke
 def test_events_that_nobody_reads_stop_no_socket(context):
     """ZeroMQ's own queue holds 2,000; then its thread waits, and closing waits for it."""
     server = router_socket(context, SocketOptions(max_message_bytes=1000))
-    monitor = monitor_of(server, Handshakes.EVENTS)
+    monitor = monitor_of(server, ServerConnections.EVENTS)
     host, port = split_tcp(bind(server, "tcp://127.0.0.1:0"))
     for _ in range(1200):
         socket.create_connection((host, port)).close()
@@ -158,7 +158,7 @@ def test_events_that_nobody_reads_stop_no_socket(context):
 
 def test_a_damaged_frame_ends_the_connection_at_once(context):
     server = router_socket(context, SocketOptions(max_message_bytes=1000, keys=KEYS))
-    server_monitor = monitor_of(server, Handshakes.EVENTS)
+    server_monitor = monitor_of(server, ServerConnections.EVENTS)
     with TcpProxy(split_tcp(bind(server, "tcp://127.0.0.1:0"))) as proxy:
         client = dealer_socket(context, SocketOptions(max_message_bytes=1000, keys=KEYS))
         client_monitor = monitor_of(client, LOST_EVENTS)

@@ -115,7 +115,10 @@ def test_an_output_that_is_cut_says_so(complete):
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_what_cannot_be_enforced_is_refused_by_name(served, fields, message):
-    response = served.client.post("/v1/completions", json={"prompt": "x", **fields})
+    for _ in range(20):  # 429: the machine was too busy to find out
+        response = served.client.post("/v1/completions", json={"prompt": "x", **fields})
+        if response.status_code != 429:
+            break
     assert response.status_code == 400
     error = response.json()["error"]
     assert message in error["message"]
