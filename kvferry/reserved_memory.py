@@ -1,8 +1,8 @@
 """The memory that the processes of this machine reserve beside their models: KV pools, offloaded blocks, stores.
 
-Owns which settings count, for which processes, and which of them get huge pages: these lie outside of other memory. The store
-that ``serve`` starts comes first, as it does there, then pools, offloaded blocks, and stores inside workers, as long as there
-are enough pages.
+Owns which settings count, for which processes, and which of them get huge pages: these lie outside of other memory. They go,
+as long as there are enough, to whoever asks first: pools, offloaded blocks, then stores, whose first client is a worker that
+has its pool. Only a store that is told the size of its blocks, and that ``serve`` starts before the workers, comes before them.
 """
 
 from __future__ import annotations
@@ -71,7 +71,8 @@ def _with_huge_pages(wishes: Iterable[Reservation]) -> list[Reservation]:
 
 def _wishes(config: KVFerryConfig, workers: Workers) -> Iterator[Reservation]:
     """Yield the reservations of the sections in use. A pool of ``cache.num_blocks`` has a size that depends on the model."""
-    if config.local.kvstore:
+    is_store_first = config.local.kvstore and config.kvstore.block_bytes > 0
+    if is_store_first:
         yield _store_wish(config, 1)
     with_pool = [section for role, section in workers.values() if role != "encode"]
     pools = [section.cache for section in with_pool if not section.cache.num_blocks]
@@ -86,7 +87,7 @@ def _wishes(config: KVFerryConfig, workers: Workers) -> Iterator[Reservation]:
         num_bytes = offload.memory_bytes * len(with_pool)
         yield Reservation("connector.offload", "connector.offload.memory_bytes", num_bytes, offload.huge_pages)
     num_stores = num_kvstores(config, workers)
-    if num_stores and not config.local.kvstore:
+    if num_stores and not is_store_first:
         yield _store_wish(config, num_stores)
 
 

@@ -80,9 +80,9 @@ def huge_pages(*settings):
 def test_huge_pages_that_are_missing_are_as_bad_as_the_wish_for_them_is_strong(few_huge_pages):
     assert huge_pages() == []
     store = ["connector.name=store", "local.kvstore=true", f"kvstore.memory_bytes={8 << 20}", "kvstore.huge_pages=always"]
-    arena, pool = huge_pages("cache.huge_pages=always", *store)
+    pool, arena = huge_pages("cache.huge_pages=always", *store)
     assert (pool.verdict, arena.verdict) == ("failure", "ok")
-    assert pool.text == "cache.huge_pages = always: 16 pages of 2048 kB are needed, 0 of 8 are free"
+    assert pool.text == "cache.huge_pages = always: 16 pages of 2048 kB are needed, 4 of 8 are free"
     (wish,) = huge_pages("cache.huge_pages=auto")
     assert wish.verdict == "warning"
 

@@ -75,10 +75,21 @@ def test_huge_pages_that_a_cluster_cannot_do_without_are_missed_before_it_starts
     assert refused.value.param == setting
 
 
-def test_huge_pages_are_given_in_the_order_in_which_the_processes_start():
-    store = ["local.kvstore=true", "kvstore.memory_bytes=2GiB", "kvstore.huge_pages=always"]
-    check("cache.memory_bytes=1GiB", "cache.huge_pages=auto", *store)
-    with pytest.raises(
-        ConfigError, match=r"^cache\.huge_pages = always: 1024 pages of 2048 kB are needed, 512 of 2048 are free"
-    ):
-        check("cache.memory_bytes=1GiB", "cache.huge_pages=always", *store)
+STORE_AND_POOL = ["local.aggregated=true", "local.num_prefill=1", "local.kvstore=true", "kvstore.memory_bytes=2GiB"]
+NEEDY_POOL = ["cache.memory_bytes=2GiB", "cache.huge_pages=always", "kvstore.huge_pages=auto"]
+NEEDY_STORE = ["cache.memory_bytes=2GiB", "cache.huge_pages=auto", "kvstore.huge_pages=always"]
+
+
+@pytest.mark.parametrize(
+    ("block_bytes", "served", "refused", "setting"),
+    [
+        ("0", NEEDY_POOL, NEEDY_STORE, "kvstore.huge_pages"),  # its arena is made for its first client, which has a pool
+        ("64KiB", NEEDY_STORE, NEEDY_POOL, "cache.huge_pages"),
+    ],
+)
+def test_a_store_takes_huge_pages_before_pools_if_it_knows_its_blocks(block_bytes, served, refused, setting):
+    cluster = [*STORE_AND_POOL, f"kvstore.block_bytes={block_bytes}"]
+    check(*cluster, *served)
+    said = rf"^{setting} = always: 1024 pages of 2048 kB are needed, 512 of 2048 are free"
+    with pytest.raises(ConfigError, match=said):
+        check(*cluster, *refused)
