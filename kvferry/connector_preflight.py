@@ -20,6 +20,7 @@ from connectors.p2p.transport.nixl import INSTALL_HINT, installed_module
 from connectors.registry import CONNECTORS, EC_CONNECTORS, NO_EC_CONNECTOR, find_entry_point
 from core.config import P2P_TRANSPORTS, KVFerryConfig
 from core.errors import ConfigError
+from core.wire.messages import Role
 from kvferry.reserved_memory import Workers, uses_kvstore
 
 _IMPORT_TIMEOUT_S = 120.0  # on a machine that reads torch from a cold disk
@@ -41,17 +42,28 @@ os.write(int(answer_fd), json.dumps(reason).encode())
 os._exit(0)  # before anything of theirs prints at the exit
 """
 _LOAD_FACTORY = "from connectors.registry import load_factory; load_factory(*arguments)"
-_LOAD_NIXL = "from connectors.p2p.transport.nixl import import_library; import_library()"
+_LOAD_NIXL = """
+import contextlib
+from connectors.p2p.transport.nixl import import_library
+try:
+    import_library()
+except ImportError:  # workers have loaded torch, and with it libraries of CUDA that NIXL may be linked against
+    with contextlib.suppress(ImportError):
+        import torch
+    import_library()
+"""
 
 
-def check_connectors(config: KVFerryConfig) -> None:
+def check_connectors(config: KVFerryConfig, workers: Workers, *, are_all: bool) -> None:
     """Check that the named connectors exist, and the libraries that they, the store's tiers and traces need.
+
+    ``are_all`` says whether the cluster has no other workers.
 
     Raises:
         ConfigError: one is missing.
     """
     check_names(config)
-    for path, names in used_transports(config).items():
+    for path, names in used_transports(workers, are_all=are_all).items():
         if set(names) == {"nixl"} and installed_module() is None:
             raise ConfigError(f"{path} = nixl: the library is not installed: {INSTALL_HINT}, or use shm, tcp", param=path)
     check_redis(config)
@@ -59,18 +71,14 @@ def check_connectors(config: KVFerryConfig) -> None:
 
 
 def check_p2p(workers: Workers) -> None:
-    """Refuse workers whose connector p2p has no transport. Of p2p alone, an aggregated worker that reads no other has none.
+    """Refuse workers whose connector p2p has no transport.
 
     Raises:
         ConfigError: there is one.
     """
-    for role, config in workers.values():
-        names = config.connector.names
-        is_alone = role == "aggregated" and not (config.worker.can_switch_role or config.connector.peer_prefixes)
-        has_p2p = "p2p" in names and role != "encode" and not (is_alone and set(names) == {"p2p"})
-        if has_p2p and not config.connector.transports:
-            path = "connector.transports"
-            raise ConfigError(f"{path} is empty: name at least one of {', '.join(P2P_TRANSPORTS)}", param=path)
+    path = "connector.transports"
+    if not used_transports(workers, are_all=False).get(path, P2P_TRANSPORTS):
+        raise ConfigError(f"{path} is empty: name at least one of {', '.join(P2P_TRANSPORTS)}", param=path)
 
 
 def check_prefix_caching(workers: Workers) -> None:
@@ -116,13 +124,13 @@ def check_factories(config: KVFerryConfig, environment: Mapping[str, str] = os.e
             raise ConfigError(reason, param=setting)
 
 
-def check_nixl(config: KVFerryConfig, environment: Mapping[str, str] = os.environ) -> None:
-    """Import NIXL where a worker would have no other transport, in a process that has this environment.
+def check_nixl(workers: Workers, environment: Mapping[str, str] = os.environ) -> None:
+    """Import NIXL where workers of a cluster would have no other transport, in a process that has this environment.
 
     Raises:
         ConfigError: it cannot be imported.
     """
-    for path, names in used_transports(config).items():
+    for path, names in used_transports(workers, are_all=True).items():
         reason = why_no_nixl(environment) if set(names) == {"nixl"} else ""
         if reason:
             raise ConfigError(f"{path} = nixl: {reason}; {INSTALL_HINT}, or use shm, tcp", param=path)
@@ -133,12 +141,23 @@ def why_no_nixl(environment: Mapping[str, str] = os.environ) -> str:
     return _why_not_loadable("the library's import", environment, _LOAD_NIXL)
 
 
-def used_transports(config: KVFerryConfig) -> dict[str, tuple[str, ...]]:
-    """Return the transports by setting, without those of a connector that has none."""
-    found = {"connector.transports": config.connector.transports} if "p2p" in config.connector.names else {}
-    if config.ec_connector.name == "p2p":
-        found["ec_connector.transports"] = config.ec_connector.transports
+def used_transports(workers: Workers, *, are_all: bool) -> dict[str, tuple[str, ...]]:
+    """Return the transports that workers have, by setting; if they ``are_all``, none has embeddings without encode workers."""
+    found: dict[str, tuple[str, ...]] = {}
+    has_embeddings = not are_all or any(role == "encode" for role, _ in workers.values())
+    for role, config in workers.values():
+        if _has_p2p(role, config):
+            found["connector.transports"] = config.connector.transports
+        if has_embeddings and config.ec_connector.name == "p2p":
+            found["ec_connector.transports"] = config.ec_connector.transports
     return found
+
+
+def _has_p2p(role: Role, config: KVFerryConfig) -> bool:
+    """Return True if a worker has connector p2p. Of p2p alone, an aggregated worker that reads no other has none."""
+    names = config.connector.names
+    is_alone = role == "aggregated" and not (config.worker.can_switch_role or config.connector.peer_prefixes)
+    return "p2p" in names and role != "encode" and not (is_alone and set(names) == {"p2p"})
 
 
 def check_redis(config: KVFerryConfig) -> None:

@@ -17,13 +17,16 @@ from connectors.p2p.transport.nixl import INSTALL_HINT, installed_module
 from connectors.p2p.transport.shm import ShmTransport
 from core.config import KVFerryConfig
 from core.ids import RandomIds
+from kvferry.cluster_plan import is_for_serve, workers_here
 from kvferry.connector_preflight import used_transports, why_no_nixl
 from kvferry.finding import Finding
 
 
 def check_transports(config: KVFerryConfig) -> Iterator[Finding]:
-    """Check the requirements of each transport that a connector uses."""
-    wanted = list(used_transports(config).values())
+    """Check the requirements of each transport that a worker here, or a vLLM engine, has."""
+    workers = workers_here(config) or {"engine": ("prefill", config)}
+    are_all = is_for_serve(config) and config.local.engine != "vllm"
+    wanted = list(used_transports(workers, are_all=are_all).values())
     found = {name: list(_check_transport(name)) for name in dict.fromkeys(name for names in wanted for name in names)}
     broken = {name for name, findings in found.items() if any(finding.verdict == "failure" for finding in findings)}
     needed = {name for names in wanted if broken.issuperset(names) for name in names}

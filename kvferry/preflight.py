@@ -71,11 +71,11 @@ def check_cluster(config: KVFerryConfig, workers: Workers, environment: Mapping[
         ConfigError: a check failed; names the setting, its value and the fix.
     """
     check_router(config)
-    check_connectors(config)
+    check_connectors(config, workers, are_all=True)
     check_p2p(workers)
     check_prefix_caching(workers)
     check_factories(config, environment)
-    check_nixl(config, environment)
+    check_nixl(workers, environment)
     check_ports(config, workers)
     check_folders(config, workers)
     if config.local.kvstore:
@@ -114,8 +114,9 @@ def check_process(role: Role | Literal["router", "kvstore", "agent"], config: KV
     if role == "agent":
         _check_all_bindable([_ops_address(config)])
         return
-    check_connectors(config)
-    check_p2p({role: (role, config)})
+    worker: Workers = {role: (role, config)}
+    check_connectors(config, worker, are_all=False)
+    check_p2p(worker)
     check_device(config)
     if role != "encode":
         check_attention(config)
@@ -126,7 +127,7 @@ def check_process(role: Role | Literal["router", "kvstore", "agent"], config: KV
     check_own_memory(role, config)
     known = peek_config(config.model.name, Path(config.model.cache_dir))
     if known is not None:
-        check_model(parse_arch(known), {role: (role, config)})
+        check_model(parse_arch(known), worker)
 
 
 def check_router(config: KVFerryConfig) -> None:

@@ -13,7 +13,8 @@ from connectors.p2p.transport.nixl import MODULES
 from core.config import load_config
 from core.errors import ConfigError
 from kvferry import LocalCluster, connector_preflight, doctor_transports
-from kvferry.connector_preflight import check_factories, check_nixl, check_p2p
+from kvferry.cluster_plan import workers_here
+from kvferry.connector_preflight import check_connectors, check_factories, check_nixl, check_p2p, why_no_nixl
 from kvferry.doctor_checks import check_connector
 from kvferry.local import ProcessOptions
 from kvferry.preflight import check_process
@@ -162,7 +163,44 @@ def test_nixl_that_can_be_loaded_is_in_order(tmp_path):
         for part in ("__init__", "_api", "_bindings"):
             (tmp_path / name / f"{part}.py").touch()
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])}
-    check_nixl(load_config(assignments=["connector.transports=nixl"]), environment)
+    check_nixl(workers_here(load_config(assignments=["connector.transports=nixl"])), environment)
+
+
+NIXL = "connector.transports=nixl"
+NIXL_EMBEDDINGS = ("connector.transports=tcp", "ec_connector.name=p2p", "ec_connector.transports=nixl")
+
+
+@pytest.mark.parametrize(
+    ("settings", "is_refused"),
+    [
+        (["local.aggregated=true", NIXL], False),
+        (["local.aggregated=true", NIXL, "connector.peer_prefixes=true"], True),
+        (NIXL_EMBEDDINGS, False),
+        ([*NIXL_EMBEDDINGS, "local.num_encode=1"], True),
+    ],
+)
+def test_nixl_is_not_missed_in_a_cluster_that_does_not_load_it(settings, is_refused, monkeypatch):
+    config = load_config(assignments=settings)
+    workers = workers_here(config)
+    monkeypatch.setattr(connector_preflight, "why_no_nixl", lambda _: "broken")
+    with pytest.raises(ConfigError, match=r"transports = nixl: broken") if is_refused else nullcontext():
+        check_nixl(workers)
+    monkeypatch.setattr(connector_preflight, "installed_module", lambda: None)
+    with pytest.raises(ConfigError, match=r"transports = nixl: .* not installed") if is_refused else nullcontext():
+        check_connectors(config, workers, are_all=True)
+    found = verdicts(doctor_transports.check_transports, *settings)
+    assert ("transport nixl" in found) == is_refused
+
+
+def test_nixl_that_needs_what_torch_brings_is_in_order(tmp_path):
+    for name in MODULES:
+        (tmp_path / name).mkdir()
+        for part in ("_api", "_bindings"):
+            (tmp_path / name / f"{part}.py").touch()
+        text = "import sys\nif 'torch' not in sys.modules:\n    raise ImportError('libcudart.so: not found')"
+        (tmp_path / name / "__init__.py").write_text(text)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])}
+    assert why_no_nixl(environment) == ""
 
 
 @pytest.mark.parametrize(

@@ -160,6 +160,9 @@ def test_a_name_that_no_machine_can_have_is_told_like_any_other(check, setting, 
     assert len(found) == 1
 
 
+NIXL_EMBEDDINGS = ("ec_connector.name=p2p", "ec_connector.transports=nixl")
+
+
 def test_every_transport_in_use_is_looked_at():
     assert set(verdicts(check_transports, "connector.transports=shm,nixl,tcp")) == {
         "transport shm",
@@ -167,9 +170,10 @@ def test_every_transport_in_use_is_looked_at():
         "transport tcp",
     }
     assert verdicts(check_transports, "connector.name=store", "connector.transports=nixl") == {}
-    assert set(verdicts(check_transports, "connector.name=store", "ec_connector.name=p2p", "ec_connector.transports=tcp")) == {
-        "transport tcp"
-    }
+    embeddings = ["ec_connector.name=p2p", "ec_connector.transports=tcp"]
+    for settings in (["local.num_encode=1"], [OF_ANY_PROCESS]):
+        found = verdicts(check_transports, "connector.name=store", *embeddings, *settings)
+        assert set(found) == {"transport tcp"}
 
 
 @pytest.mark.parametrize(
@@ -178,7 +182,7 @@ def test_every_transport_in_use_is_looked_at():
         (["connector.transports=nixl"], "failure"),
         (["connector.transports=nixl,tcp"], "warning"),
         (["connector.transports=shm,nixl"], "failure"),
-        (["connector.transports=nixl,tcp", "ec_connector.name=p2p", "ec_connector.transports=nixl"], "failure"),
+        (["connector.transports=nixl,tcp", *NIXL_EMBEDDINGS, "local.num_encode=1"], "failure"),
     ],
 )
 def test_transport_that_does_not_work_is_a_failure_where_none_is_left(settings, verdict, monkeypatch):

@@ -15,6 +15,7 @@ from core.config import load_config
 from core.errors import ConfigError
 from core.process_signals import SIGNALS
 from kvferry import cli
+from kvferry.cluster_plan import workers_here
 from kvferry.connector_preflight import check_connectors
 from kvferry.preflight import check_process
 from kvferry.processes import ProcessKeeper
@@ -103,8 +104,9 @@ def test_library_that_is_not_installed_is_named_with_its_command(hidden, assignm
     monkeypatch.setattr(
         importlib.util, "find_spec", lambda name, *rest: None if name.startswith(hidden) else find_spec(name, *rest)
     )
+    config = load_config(assignments=assignments)
     with pytest.raises(ConfigError, match=hint):
-        check_connectors(load_config(assignments=assignments))
+        check_connectors(config, workers_here(config), are_all=True)
 
 
 def test_a_router_serves_models_that_only_its_workers_know(tmp_path):
