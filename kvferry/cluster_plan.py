@@ -72,10 +72,16 @@ def workers_here(config: KVFerryConfig) -> dict[str, tuple[Role, KVFerryConfig]]
         ConfigError: as ``worker_roles``.
     """
     if not is_for_serve(config):
+        config = without_local_store(config)
         return {f"worker-{number}": ("prefill", config) for number in range(config.worker.workers_on_host)}
     if config.local.engine == "vllm":
         return {}
     return {name: (role, config) for name, role in worker_roles(config).items()}
+
+
+def without_local_store(config: KVFerryConfig) -> KVFerryConfig:
+    """Return the configuration of a worker that is started by itself: the local store is that of ``serve``, not its."""
+    return msgspec.structs.replace(config, local=msgspec.structs.replace(config.local, kvstore=False))
 
 
 def with_ec_connector(config: KVFerryConfig) -> KVFerryConfig:

@@ -27,6 +27,7 @@ from core.model.vision_arch import parse_vision_arch
 from core.wire.key_rotation import keys_of
 from core.wire.messages import Role
 from core.wire.sockets import split_tcp
+from kvferry.cluster_plan import without_local_store
 from kvferry.connector_preflight import check_connectors, check_factories, check_nixl, check_p2p, check_prefix_caching
 from kvferry.listening import BindFailure, why_not_free
 from kvferry.machine import format_bytes, memory_limit_bytes, share_an_address, why_no_cuda, why_not_writable
@@ -127,7 +128,7 @@ def check_process(role: Role | Literal["router", "kvstore", "agent"], config: KV
     check_own_memory(role, config)
     known = peek_config(config.model.name, Path(config.model.cache_dir))
     if known is not None:
-        check_model(parse_arch(known), worker)
+        check_model(parse_arch(known), {role: (role, without_local_store(config))})
 
 
 def check_router(config: KVFerryConfig) -> None:

@@ -11,12 +11,11 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
-import msgspec
-
 from core.config import KVFerryConfig
 from core.config_types import HugePages
 from core.memory_file import huge_page_stock
 from core.wire.messages import Role
+from kvferry.cluster_plan import without_local_store
 from kvferry.machine import format_bytes, why_no_cuda
 
 Workers = Mapping[str, tuple[Role, KVFerryConfig]]  # by name, with the settings of each
@@ -52,11 +51,11 @@ def reservations(config: KVFerryConfig, workers: Workers) -> list[Reservation]:
 
 
 def reservations_of(role: Role | Literal["kvstore"], config: KVFerryConfig) -> list[Reservation]:
-    """Return what a single process reserves; a worker has a store inside if it has no other, as the local store is not its."""
+    """Return what a single process reserves; a worker has a store inside if it has no other."""
     if role == "kvstore":
         return _with_huge_pages([_store_wish(config, 1)])
-    local = msgspec.structs.replace(config.local, kvstore=False)
-    return reservations(msgspec.structs.replace(config, local=local), {role: (role, config)})
+    config = without_local_store(config)
+    return reservations(config, {role: (role, config)})
 
 
 def _with_huge_pages(wishes: Iterable[Reservation]) -> list[Reservation]:

@@ -65,6 +65,14 @@ def test_tier_that_is_elsewhere_or_not_in_use_is_not_judged(settings, model):
     check_model(parse_arch(TINY_LLAMA), workers_here(load_config(assignments=[*settings, *model])))
 
 
+def test_a_single_worker_is_not_judged_by_the_store_of_serve(model):
+    elsewhere = [*SHARED, "kvstore.address=tcp://10.0.0.9:5580", "kvstore.memory_bytes=4KiB"]
+    settings = [*elsewhere, *model, "worker.ops_port=0", "worker.control_address=tcp://127.0.0.1:0"]
+    check_process("prefill", load_config(assignments=settings))
+    found = verdicts(doctor_checks.check_model, *settings, "worker.engine_id=p0")["model"]
+    assert "tokenizer.json" in found.text, "it is no whole model, and nothing else is wrong"
+
+
 def test_blocks_of_a_store_are_compared_with_those_of_the_model(model):
     def check(size):
         check_model(
