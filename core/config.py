@@ -45,7 +45,6 @@ from core.errors import ConfigError
 from core.struct_types import prepared
 
 P2P_TRANSPORTS = ("shm", "nixl", "tcp")  # what connector "p2p" can be told to use
-_TIERS = ("offload", "store")  # connectors that prolong the hits of the prefix cache
 
 
 @prepared
@@ -79,7 +78,6 @@ class KVFerryConfig(Section, frozen=True, kw_only=True, forbid_unknown_fields=Tr
                 "cache.kv_events = true: there are no events without cache.enable_prefix_caching", param="cache.kv_events"
             )
         connector, router, worker = self.connector, self.router, self.worker
-        _check_tiers(connector, self.cache)
         check_order("connector", connector, "lease_renew_interval_s < lease_s", "lease_s <= lease_max_s")
         check_order("connector", connector, "transport_retry_s <= transport_retry_max_s")
         _check_connectors(connector)
@@ -157,18 +155,6 @@ def _check_connectors(connector: ConnectorSection) -> None:
         raise ConfigError(f"{path}: {twice!r} is named twice", param=path)
     if MULTI_CONNECTOR in names:
         raise ConfigError(f"{path}: 'multi' cannot be one of its own parts", param=path)
-
-
-def _check_tiers(connector: ConnectorSection, cache: CacheSection) -> None:
-    """Refuse a tier without the prefix cache whose hits it prolongs."""
-    tier = next((name for name in connector.names if name in _TIERS), None)
-    if tier is not None and not cache.enable_prefix_caching:
-        path = "connector.name" if connector.names == (connector.name,) else "connector.connectors"
-        raise ConfigError(
-            f"{path} with {tier} and cache.enable_prefix_caching = false: {tier} prolongs the hits of the prefix cache; "
-            f"leave cache.enable_prefix_caching out, or {tier}",
-            param="cache.enable_prefix_caching",
-        )
 
 
 def _check_transports(path: str, transports: Sequence[str], *, is_p2p: bool) -> None:

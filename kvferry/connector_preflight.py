@@ -25,6 +25,7 @@ from kvferry.reserved_memory import Workers, uses_kvstore
 
 _IMPORT_TIMEOUT_S = 120.0  # on a machine that reads torch from a cold disk
 _OUR_DISTRIBUTION = "kvferry"
+_TIERS = ("offload", "store")  # connectors that prolong the hits of the prefix cache
 _IMPORT = """
 import json, os, sys
 from core.errors import ConfigError
@@ -95,6 +96,22 @@ def check_prefix_caching(workers: Workers) -> None:
             "leave one of them out",
             param="connector.peer_prefixes",
         )
+
+
+def check_tier_caching(workers: Workers) -> None:
+    """Refuse workers with a tier and without the prefix cache whose hits it prolongs.
+
+    Raises:
+        ConfigError: there is one.
+    """
+    for role, config in workers.values():
+        tier = next((name for name in config.connector.names if name in _TIERS), None)
+        if tier is not None and role != "encode" and not config.cache.enable_prefix_caching:
+            raise ConfigError(
+                f"{_path_of_names(config)} with {tier} and cache.enable_prefix_caching = false: {tier} prolongs the hits of "
+                f"the prefix cache; leave cache.enable_prefix_caching out, or {tier}",
+                param="cache.enable_prefix_caching",
+            )
 
 
 def check_names(config: KVFerryConfig) -> None:
@@ -196,11 +213,15 @@ def has_otlp_exporter() -> bool:
 
 def _named(config: KVFerryConfig) -> Iterator[tuple[str, str, str]]:
     """Yield the entry point's group, the name and the setting of each connector."""
-    path = "connector.name" if config.connector.names == (config.connector.name,) else "connector.connectors"
     for name in config.connector.names:
-        yield CONNECTORS, name, path
+        yield CONNECTORS, name, _path_of_names(config)
     if config.ec_connector.name != NO_EC_CONNECTOR:
         yield EC_CONNECTORS, config.ec_connector.name, "ec_connector.name"
+
+
+def _path_of_names(config: KVFerryConfig) -> str:
+    """Return the setting that names the connectors."""
+    return "connector.name" if config.connector.names == (config.connector.name,) else "connector.connectors"
 
 
 def _why_not_loadable(its_import: str, environment: Mapping[str, str], statements: str, *arguments: str) -> str:

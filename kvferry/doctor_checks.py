@@ -26,7 +26,14 @@ from core.wire.key_rotation import keys_of
 from core.wire.sockets import is_loopback, split_tcp
 from kvferry import preflight, vllm_preflight
 from kvferry.cluster_plan import is_for_serve, workers_here
-from kvferry.connector_preflight import check_factories, check_names, check_p2p, check_prefix_caching, check_redis
+from kvferry.connector_preflight import (
+    check_factories,
+    check_names,
+    check_p2p,
+    check_prefix_caching,
+    check_redis,
+    check_tier_caching,
+)
 from kvferry.doctor_peers import check_lmcache_server, check_peers, check_redis_server, check_tracing, is_router_at_port
 from kvferry.doctor_transports import check_transports
 from kvferry.finding import Finding, Verdict
@@ -137,6 +144,11 @@ def check_connector(config: KVFerryConfig) -> Iterator[Finding]:
         check_redis(config)
     except ConfigError as error:
         yield _refused("connector", error, config, "worker")
+        return
+    try:
+        check_tier_caching(workers_here(config))
+    except ConfigError as error:
+        yield _refused("connector", error, config, "worker with a KV pool")  # a single one may be an encode worker
         return
     yield Finding("connector", "ok", f"{', '.join(config.connector.names)}: installed")
 

@@ -28,7 +28,14 @@ from core.wire.key_rotation import keys_of
 from core.wire.messages import Role
 from core.wire.sockets import split_tcp
 from kvferry.cluster_plan import without_local_store
-from kvferry.connector_preflight import check_connectors, check_factories, check_nixl, check_p2p, check_prefix_caching
+from kvferry.connector_preflight import (
+    check_connectors,
+    check_factories,
+    check_nixl,
+    check_p2p,
+    check_prefix_caching,
+    check_tier_caching,
+)
 from kvferry.listening import BindFailure, why_not_free
 from kvferry.machine import format_bytes, memory_limit_bytes, share_an_address, why_no_cuda, why_not_writable
 from kvferry.progress import shown_progress
@@ -75,6 +82,7 @@ def check_cluster(config: KVFerryConfig, workers: Workers, environment: Mapping[
     check_connectors(config, workers, are_all=True)
     check_p2p(workers)
     check_prefix_caching(workers)
+    check_tier_caching(workers)
     check_factories(config, environment)
     check_nixl(workers, environment)
     check_ports(config, workers)
@@ -118,6 +126,7 @@ def check_process(role: Role | Literal["router", "kvstore", "agent"], config: KV
     worker: Workers = {role: (role, config)}
     check_connectors(config, worker, are_all=False)
     check_p2p(worker)
+    check_tier_caching(worker)
     check_device(config)
     if role != "encode":
         check_attention(config)

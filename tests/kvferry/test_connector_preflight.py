@@ -19,7 +19,7 @@ from kvferry.doctor_checks import check_connector
 from kvferry.local import ProcessOptions
 from kvferry.preflight import check_process
 from kvferry.processes import ProcessKeeper
-from tests.kvferry.findings import verdicts
+from tests.kvferry.findings import OF_ANY_PROCESS, verdicts
 
 MODULE = """
 import atexit
@@ -249,8 +249,25 @@ def test_prefixes_of_peers_are_refused_where_no_worker_keeps_any(monkeypatch):
         ("connector.name=offload", r"connector\.name with offload"),
     ],
 )
-def test_a_tier_without_the_prefix_cache_that_it_prolongs_is_refused(tier, said):
+def test_a_tier_without_the_prefix_cache_that_it_prolongs_is_refused(tier, said, monkeypatch):
+    started = []
+    monkeypatch.setattr(ProcessKeeper, "start", lambda _keeper, spec: started.append(spec.name))
     said = rf"^{said} and cache\.enable_prefix_caching = false: .*; leave cache\.enable_prefix_caching out"
+    settings = ["cache.enable_prefix_caching=false", tier, "worker.ops_port=0"]
     with pytest.raises(ConfigError, match=said) as refused:
-        load_config(assignments=["cache.enable_prefix_caching=false", tier])
-    assert refused.value.param == "cache.enable_prefix_caching"
+        LocalCluster(load_config(assignments=[*settings, "router.port=0"])).start()
+    assert (started, refused.value.param) == ([], "cache.enable_prefix_caching")
+    for role in ("prefill", "decode", "aggregated"):
+        with pytest.raises(ConfigError, match=said):
+            check_process(role, load_config(assignments=settings))
+    for run_by, verdict in (("log.level=INFO", "failure"), ("worker.engine_id=p0", "warning"), (OF_ANY_PROCESS, "warning")):
+        found = verdicts(check_connector, *settings, run_by)["connector"]
+        assert (found.verdict, found.text) == (verdict, refused.value.message)
+
+
+@pytest.mark.parametrize("role", ["router", "kvstore", "encode", "agent"])
+def test_a_process_without_a_pool_takes_settings_of_tiers_that_it_shares(role):
+    addresses = ["worker.ops_port=0", "router.port=0", "kvstore.bind_address=tcp://127.0.0.1:0", "kvstore.ops_port=0"]
+    addresses += ["router.worker_address=tcp://127.0.0.1:0", "worker.control_address=tcp://127.0.0.1:0"]
+    tier = ["cache.enable_prefix_caching=false", "connector.name=store"]
+    check_process(role, load_config(assignments=[*addresses, *tier, "model.name=never-fetched/model"]))
