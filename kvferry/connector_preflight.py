@@ -83,13 +83,13 @@ def check_p2p(workers: Workers) -> None:
 
 
 def check_prefix_caching(workers: Workers) -> None:
-    """Refuse workers that would load beginnings of prompts from each other, where none of them keeps any.
+    """Refuse workers that would load beginnings of prompts from each other by p2p, where none of them keeps any.
 
     Raises:
         ConfigError: that is so.
     """
     computing = [config for role, config in workers.values() if role != "encode"]
-    shares = any(config.connector.peer_prefixes for config in computing)
+    shares = any(config.connector.peer_prefixes and "p2p" in config.connector.names for config in computing)
     if shares and not any(config.cache.enable_prefix_caching for config in computing):
         raise ConfigError(
             "connector.peer_prefixes = true with cache.enable_prefix_caching = false: no worker keeps what others would load; "

@@ -14,7 +14,14 @@ from core.config import load_config
 from core.errors import ConfigError
 from kvferry import LocalCluster, connector_preflight, doctor_transports
 from kvferry.cluster_plan import workers_here
-from kvferry.connector_preflight import check_connectors, check_factories, check_nixl, check_p2p, why_no_nixl
+from kvferry.connector_preflight import (
+    check_connectors,
+    check_factories,
+    check_nixl,
+    check_p2p,
+    check_prefix_caching,
+    why_no_nixl,
+)
 from kvferry.doctor_checks import check_connector
 from kvferry.local import ProcessOptions
 from kvferry.preflight import check_process
@@ -240,6 +247,12 @@ def test_prefixes_of_peers_are_refused_where_no_worker_keeps_any(monkeypatch):
     found = verdicts(check_connector, *settings)["connector"]
     assert (found.verdict, found.text) == ("failure", refused.value.message)
     assert verdicts(check_connector, *settings, "worker.engine_id=p0")["connector"].verdict == "ok", "others may keep some"
+
+
+@pytest.mark.parametrize("name", ["lmcache", "mine:make"])
+def test_prefixes_of_peers_are_no_matter_of_other_connectors_than_p2p(name):
+    settings = [f"connector.name={name}", "connector.peer_prefixes=true", "cache.enable_prefix_caching=false"]
+    check_prefix_caching(workers_here(load_config(assignments=settings)))
 
 
 @pytest.mark.parametrize(
