@@ -153,11 +153,20 @@ def check_connector(config: KVFerryConfig) -> Iterator[Finding]:
     yield Finding("connector", "ok", f"{', '.join(config.connector.names)}: installed")
 
 
+def check_store(config: KVFerryConfig) -> Iterator[Finding]:
+    """Check that a store that knows the size of its blocks holds one; unless ``serve`` starts it, it may run elsewhere."""
+    try:
+        check_own_store(config)
+    except ConfigError as error:
+        if config.local.kvstore:
+            yield _refused("store", error, config, "store")
+        else:
+            yield Finding("store", "warning", error.message, "correct it if a store is to run here: none starts with it")
+
+
 def check_disk(config: KVFerryConfig) -> Iterator[Finding]:
     """Check that the store's folder could be written, without making it, that no two stores share it, and for its room."""
     try:
-        if config.local.kvstore:
-            check_own_store(config)
         preflight.check_folders(config, workers_here(config), why_not_creatable)
     except ConfigError as error:
         yield _refused("disk", error, config, "store")
@@ -383,6 +392,7 @@ CHECKS = (
     check_connector,
     check_memory,
     check_huge_pages,
+    check_store,
     check_disk,
     check_transports,
     check_ports,

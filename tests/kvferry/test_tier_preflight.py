@@ -91,5 +91,12 @@ def test_store_that_knows_its_blocks_holds_one_or_does_not_start():
     settings.append("kvstore.block_bytes=2MiB")
     with pytest.raises(ConfigError, match=r"^kvstore\.memory_bytes = 1048576 does not hold one block of 2097152 bytes"):
         check_process("kvstore", load_config(assignments=settings))
-    found = verdicts(doctor_checks.check_disk, *settings, "local.kvstore=true", "local.num_prefill=1")["disk"]
-    assert (found.verdict, "kvstore.memory_bytes" in found.text) == ("failure", True)
+    for run_by, verdict in (
+        ("local.kvstore=true", "failure"),
+        ("worker.engine_id=x", "warning"),
+        (OF_ANY_PROCESS, "warning"),
+        ("log.level=INFO", "warning"),
+    ):
+        found = verdicts(doctor_checks.check_store, *settings, run_by)["store"]
+        assert (found.verdict, "kvstore.memory_bytes" in found.text) == (verdict, True)
+    assert verdicts(doctor_checks.check_store, *settings, "kvstore.memory_bytes=3MiB") == {}
