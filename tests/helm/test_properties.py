@@ -169,6 +169,12 @@ def test_router_without_workers_can_be_found_by_them(find):
     assert address == "tcp://kvferry-router-workers.llm.svc.cluster.local:5570"
 
 
+def test_store_that_is_not_ready_can_be_found_by_a_client_that_fits(find):
+    assert find("external-redis", "Service", "kvstore")["spec"]["publishNotReadyAddresses"] is True
+    set_of_workers = find("external-redis", "Service", "decode", "decode.kind=StatefulSet")["spec"]
+    assert "publishNotReadyAddresses" not in set_of_workers
+
+
 @pytest.mark.parametrize("preset", PRESETS)
 def test_every_role_has_a_disruption_budget(helm, preset):
     roles = {role for role, _ in pods(helm, preset)} - {"test"}
