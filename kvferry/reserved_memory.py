@@ -2,7 +2,7 @@
 
 Owns which settings count, for which processes, and which of them get huge pages: these lie outside of other memory. They go,
 as long as there are enough, to whoever asks first: pools, offloaded blocks, then stores, whose first client is a worker that
-has its pool. Only a store that is told the size of its blocks, and that ``serve`` starts before the workers, comes before them.
+has its pool. The store of ``serve`` comes before them if it is told the size of its blocks, or by an encode worker.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def _with_huge_pages(wishes: Iterable[Reservation]) -> list[Reservation]:
 
 def _wishes(config: KVFerryConfig, workers: Workers) -> Iterator[Reservation]:
     """Yield the reservations of the sections in use. A pool of ``cache.num_blocks`` has a size that depends on the model."""
-    is_store_first = config.local.kvstore and config.kvstore.block_bytes > 0
+    is_store_first = config.local.kvstore and (config.kvstore.block_bytes > 0 or _has_client_without_pool(workers))
     if is_store_first:
         yield _store_wish(config, 1)
     with_pool = [section for role, section in workers.values() if role != "encode"]
@@ -88,6 +88,12 @@ def _wishes(config: KVFerryConfig, workers: Workers) -> Iterator[Reservation]:
     num_stores = num_kvstores(config, workers)
     if num_stores and not is_store_first:
         yield _store_wish(config, num_stores)
+
+
+def _has_client_without_pool(workers: Workers) -> bool:
+    """Return True if an encode worker leaves its embeddings in the store; it has loaded before a worker with a pool has."""
+    sections = [config.ec_connector for role, config in workers.values() if role == "encode"]
+    return any(section.name == "shared" and not section.kvstore_address for section in sections)
 
 
 def _store_wish(config: KVFerryConfig, num_stores: int) -> Reservation:

@@ -78,6 +78,7 @@ def test_huge_pages_that_a_cluster_cannot_do_without_are_missed_before_it_starts
 STORE_AND_POOL = ["local.aggregated=true", "local.num_prefill=1", "local.kvstore=true", "kvstore.memory_bytes=2GiB"]
 NEEDY_POOL = ["cache.memory_bytes=2GiB", "cache.huge_pages=always", "kvstore.huge_pages=auto"]
 NEEDY_STORE = ["cache.memory_bytes=2GiB", "cache.huge_pages=auto", "kvstore.huge_pages=always"]
+SHARED_EMBEDDINGS = ["local.num_encode=1", "ec_connector.name=shared"]
 
 
 @pytest.mark.parametrize(
@@ -85,9 +86,10 @@ NEEDY_STORE = ["cache.memory_bytes=2GiB", "cache.huge_pages=auto", "kvstore.huge
     [
         ("0", NEEDY_POOL, NEEDY_STORE, "kvstore.huge_pages"),  # its arena is made for its first client, which has a pool
         ("64KiB", NEEDY_STORE, NEEDY_POOL, "cache.huge_pages"),
+        ("0", [*NEEDY_STORE, *SHARED_EMBEDDINGS], [*NEEDY_POOL, *SHARED_EMBEDDINGS], "cache.huge_pages"),
     ],
 )
-def test_a_store_takes_huge_pages_before_pools_if_it_knows_its_blocks(block_bytes, served, refused, setting):
+def test_a_store_takes_huge_pages_before_pools_if_it_knows_its_blocks_earlier(block_bytes, served, refused, setting):
     cluster = [*STORE_AND_POOL, f"kvstore.block_bytes={block_bytes}"]
     check(*cluster, *served)
     said = rf"^{setting} = always: 1024 pages of 2048 kB are needed, 512 of 2048 are free"
