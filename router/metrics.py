@@ -100,6 +100,11 @@ class RouterMetrics:
             ["kind", "code"],
             registry=registry,
         )
+        self._moves = Counter(
+            f"{PREFIX}prompts_moved",
+            "Prompts that left the queue of a worker for another one that was nearly idle.",
+            registry=registry,
+        )
         self._retried = Counter(
             f"{PREFIX}requests_retried",
             "Ended requests that were retried, by how they ended.",
@@ -231,6 +236,10 @@ class RouterMetrics:
     def count_retry(self, kind: str, code: str) -> None:
         """Count a failure of a worker after which the request continued."""
         self._retries.labels(kind, code).inc()
+
+    def count_move(self) -> None:
+        """Count a prompt that left the queue of a worker for another one."""
+        self._moves.inc()
 
     def count_retried(self, kind: str, outcome: str) -> None:
         """Count an ended request that was retried; ``outcome`` is "served" or an error code."""

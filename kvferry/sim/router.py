@@ -26,7 +26,7 @@ from router.dispatch.core import Action, RouterCore, RouterLimits, Transmit
 from router.dispatch.members import Member, WorkerKey
 from router.dispatch.membership import Joined, Left
 from router.dispatch.progress import Standing
-from router.dispatch.request_state import Deliver, DeliverTokens, EncodeEnded, Ended, Retried
+from router.dispatch.request_state import Deliver, DeliverTokens, EncodeEnded, Ended, Moved, Retried
 from router.dispatch.worker_gateway import RECONNECT_S
 
 EAGER_MARGIN = 1e3  # most routers let prompts be loaded even where computing them is much faster
@@ -190,6 +190,9 @@ class SimRouter:
                     self.host.log("retries", action)
                     self._retries[f"retry_{kind}"] += 1
                     self._note_setback(action)
+                case Moved():
+                    self.host.log("moves", action)
+                    self._retries["moved"] += 1
                 case Joined(worker):
                     self._check_place(worker.key)
                     self.host.log(f"takes in {worker.key.engine_id}")

@@ -38,7 +38,7 @@ class Attempts:
         """Register the name of a request's current attempt. Idempotent."""
         self._requests[request.wire_id] = request
 
-    def begin_next(self, request: RequestState, previous_error: ErrorInfo, now: float) -> None:
+    def begin_next(self, request: RequestState, previous_error: ErrorInfo | None, now: float) -> None:
         """End the current attempt of a request because of ``previous_error``, and begin the next one under a new name."""
         self.end(request, now)
         request.attempt = request.next_attempt(previous_error)

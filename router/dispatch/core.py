@@ -47,9 +47,17 @@ from router.dispatch.engine_calls import Answered, EngineCalls
 from router.dispatch.members import EncodeWorker, GenerationWorker, WorkerKey
 from router.dispatch.membership import Joined, Left, Membership, MembershipAction, ReplyToPeer, Resumed, Stalled, Switched
 from router.dispatch.policy import Demand, longest_model_len, max_model_len, why_not_ready
-from router.dispatch.request_state import Deliver, DeliverTokens, DispatchAction, EncodeEnded, Ended, Retried, SendToWorker
+from router.dispatch.request_state import (
+    Deliver,
+    DeliverTokens,
+    DispatchAction,
+    EncodeEnded,
+    Ended,
+    Moved,
+    Retried,
+    SendToWorker,
+)
 from router.dispatch.types import Submission, time_is_over
-from router.dispatch.wait_estimate import WaitEstimates
 from router.planner.loads import RoleLoads
 from router.planner.planner import Planner
 
@@ -108,7 +116,7 @@ class RefuseVersion:
 
 
 _Change = Joined | Left | Stalled | Resumed | Switched
-Action = Transmit | RefuseVersion | Deliver | DeliverTokens | Answered | EncodeEnded | Retried | Ended | _Change
+Action = Transmit | RefuseVersion | Deliver | DeliverTokens | Answered | EncodeEnded | Retried | Moved | Ended | _Change
 _Step = DispatchAction | Answered
 _RequestMessage = PrefillProgress | PrefillDone | RequestFailed | EncodeDone | EncodeFailed | EngineReply | list[Tokens]
 
@@ -126,7 +134,6 @@ class RouterCore:
             takes_contents=is_predicted,
             plans_roles=limits.planner.enabled,
         )
-        self.wait_estimates = WaitEstimates()
         self.calls = EngineCalls(self.membership)
         self._refuser = VersionRefuser()
         self._request_timeout_s = limits.request_timeout_s
@@ -139,7 +146,7 @@ class RouterCore:
             worker_wait_s=limits.worker_wait_s,
             encode_timeout_s=limits.encode_timeout_s,
         )
-        self.route_costs = self.dispatcher.route_costs
+        self.route_costs, self.wait_estimates = self.dispatcher.route_costs, self.dispatcher.wait_estimates
         self.route_costs.is_enabled = is_predicted
         self.route_costs.max_local_itl_ms = limits.local_prefill_itl_ms
         self.route_costs.observes_steps = limits.planner.enabled and limits.planner.max_itl_ms > 0
@@ -289,7 +296,7 @@ class RouterCore:
         return self._resolve(self.calls.abort(request_id, "client", now), now)
 
     def on_timer(self, now: float) -> list[Action]:
-        """Handle what is due: silent workers, deadlines, renewals. Call it several times per heartbeat."""
+        """Handle what is due: silent workers, deadlines, renewals, long queues. Call it several times per heartbeat."""
         changes = self.membership.on_timer(now)
         if self.membership.pauses.lateness_s:
             self.dispatcher.on_pause(self.membership.pauses.lateness_s, now)
@@ -297,7 +304,10 @@ class RouterCore:
         due = [*self.dispatcher.on_timer(now), *self.calls.on_timer(now)]
         orders = self.planner.on_timer(self.membership.workers, now, is_settling=self.membership.pauses.is_settling(now))
         sent: list[Action] = [Transmit(order.worker.peer, order.message) for order in orders]
-        return self._after(changes, now) + self._resolve(due, now) + sent
+        actions = self._after(changes, now) + self._resolve(due, now) + sent
+        for moved in self.dispatcher.move_queued(now):
+            actions += self._resolve(moved, now)
+        return actions
 
     # ---- steps -------------------------------------------------------------------------------------------------------
 

@@ -18,7 +18,7 @@ If no other worker can take it, it stays with a worker that has only stalled, an
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from core.errors import (
     Cancelled,
@@ -45,6 +45,7 @@ from router.dispatch.open_requests import OpenRequests
 from router.dispatch.pair_health import PairHealth
 from router.dispatch.placement import Placement
 from router.dispatch.policy import Route
+from router.dispatch.queue_moves import QueueMoves, Queues
 from router.dispatch.request_state import (
     BEFORE_DECODE,
     NO_PREFILL,
@@ -63,6 +64,7 @@ from router.dispatch.retries import is_blameless, is_refusal, is_worth_a_retry
 from router.dispatch.route_costs import RouteCosts
 from router.dispatch.shares import EXTRA_SHARE, TenantShares
 from router.dispatch.types import Submission, Update
+from router.dispatch.wait_estimate import WaitEstimates
 from router.dispatch.waiting import Waiting
 from router.dispatch.worker_messages import (
     TokensLost,
@@ -107,7 +109,10 @@ class Dispatcher:
         )
         self.requests = self._open.by_id
         self.route_costs = RouteCosts()
+        self.wait_estimates = WaitEstimates()
         self.placement = Placement(membership, self.restarts, self._inflight, self._pairs, self.route_costs)
+        queues = Queues(self.route_costs, self.wait_estimates)
+        self._moves = QueueMoves(membership, self._attempts, self._waiting, self._inflight, self.placement, queues)
 
     def __len__(self) -> int:
         return len(self.requests)
@@ -309,6 +314,11 @@ class Dispatcher:
     def place_waiting(self, now: float) -> list[DispatchAction]:
         """Give waiting requests to workers that have room now."""
         return [action for request in self._waiting.turns(now) for action in self._continue(request, now)]
+
+    def move_queued(self, now: float) -> Iterator[list[DispatchAction]]:
+        """Move prompts from long queues to nearly idle workers. The actions of each are sent before the next is looked for."""
+        for request, found, gain_s in self._moves.find(now):
+            yield [*self._moves.leave(request, found, gain_s, now), *self._start(request, found.route, now)]
 
     # ---- prefill and decode legs -------------------------------------------------------------------------------------
 

@@ -177,11 +177,12 @@ class GenerationWorker(Member):
     may_serve_alone: bool = False
     heartbeat: Heartbeat | None = None  # the latest
     heartbeat_at: float = 0.0  # router time
+    num_moved: int = 0  # prompts that this router has moved away since then
 
     def note_load(self, heartbeat: Heartbeat, now: float, interval_s: float = 0.0) -> None:
         """See ``Member``."""
         Member.note_load(self, heartbeat, now, interval_s)
-        self.heartbeat, self.heartbeat_at = heartbeat, now
+        self.heartbeat, self.heartbeat_at, self.num_moved = heartbeat, now, 0
 
     @property
     def num_of_former_role(self) -> int:

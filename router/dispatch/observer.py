@@ -16,7 +16,7 @@ from core.tracing import TraceContext, Tracer
 from core.wire.messages import EncodeRequest, ErrorInfo, Generate, RouterMessage, TransferUsage
 from router.dispatch.core import RouterCore
 from router.dispatch.members import Member
-from router.dispatch.request_state import EncodeEnded, RequestPhase, RequestState, Retried
+from router.dispatch.request_state import EncodeEnded, Moved, RequestPhase, RequestState, Retried
 from router.dispatch.timing import HandoffReport
 from router.dispatch.traces import RequestTraces
 from router.dispatch.types import PromptReport, Submission, Update
@@ -137,6 +137,17 @@ class RequestObserver:
             )
         )
 
+    def on_moved(self, moved: Moved) -> None:
+        """Record that a prompt has left a long queue for a worker that computes it sooner."""
+        now = self._clock.now()
+        self._metrics.count_move()
+        self.traces.note_move(moved, now)
+        self.timelines.note_move(moved, now)
+        former, successor = moved.former.engine_id, moved.successor.engine_id
+        logger.info(
+            event("moved", request_id=moved.request_id, former=former, successor=successor, gain_ms=round(moved.gain_s * 1e3))
+        )
+
     def on_ended(self, request: RequestState, now: float, client_id: str | None) -> None:
         """Record the end of a request; ``client_id`` is None if no client has been waiting for it."""
         seconds = now - request.arrival
@@ -180,7 +191,8 @@ class RequestObserver:
             return
         if worker is not None:
             self.traffic.on_prompt(worker.engine_id, self._clock.now())
-        routing = routing_report(request) if request is not None and not request.retries.kinds else None
+        is_at_once = request is not None and not (request.retries.kinds or request.has_moved)
+        routing = routing_report(request) if request is not None and is_at_once else None
         if routing is not None and routing.ttft_ms is not None:
             self._metrics.observe_prediction(routing.predicted_ttft_ms, routing.ttft_ms)
 

@@ -6,7 +6,7 @@ Derives a request's ``Demand``; ``router.dispatch.policy`` chooses workers by it
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import msgspec
 
@@ -32,6 +32,20 @@ _Offers = dict[WorkerKey, WorkerOffer]
 _Prompt = tuple[Sequence[int], Sequence[ExtraKey] | None]  # without keys it reads no cache
 
 
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A route, what was compared, and by how many ms of cost the request's session may prefer another worker."""
+
+    route: Route
+    offers: _Offers
+    slack_ms: float
+
+    @property
+    def offer(self) -> WorkerOffer | None:
+        """What the prompt costs on this route; None if it was chosen by load."""
+        return self.offers.get(self.route.workers[0].key)
+
+
 class Placement:
     """Chooses workers for one request at a time. ``pairs`` knows whose handoffs failed recently, ``costs`` predicts times."""
 
@@ -49,14 +63,38 @@ class Placement:
 
         Raises the errors of ``choose_route``.
         """
-        route, offers, slack_ms = self._find(request, now, kept)
-        offer = offers.get(route.workers[0].key)
+        return self.take(request, self._find(request, now, kept), now)
+
+    def take(self, request: RequestState, found: Found, now: float) -> Route:
+        """Record a route as the request's, and return it."""
+        offer = found.offer
         request.placed = Placed()
         if offer is not None:
-            routing = report(offer, offers.values(), is_local=route.is_local, slack_ms=slack_ms)
+            routing = report(offer, found.offers.values(), is_local=found.route.is_local, slack_ms=found.slack_ms)
             request.placed = Placed(routing, source_of(offer), now + offer.ttft_ms / 1e3, offer.patience_ms)
             self._costs.on_chosen(offer)
-        return route
+        return found.route
+
+    def find_among(
+        self, request: RequestState, targets: frozenset[WorkerKey], now: float, kept: frozenset[WorkerKey] = frozenset()
+    ) -> Found | None:
+        """Return a good route of a prompt that has a worker, on which one of ``targets`` computes it at once; None without one.
+
+        What it costs is asked last, since a long prompt takes long. A worker that has failed it comes after the others, not one
+        whose failure counts, nor a pair with failing handoffs.
+        """
+        targets -= set(request.retries.blamed)
+        others = {worker.key for worker in self._membership.workers if worker.role != "decode"} - targets
+        demand = replace(self._demand(request, now), kept=kept | others)
+        try:
+            if choose_route(self._membership.workers, demand).workers[0].key not in targets:
+                return None
+            found = self._find(request, now, demand.kept)
+        except RequestError:
+            return None
+        first, last = found.route.workers[0], found.route.decode
+        is_good = (first.key, last.key) not in demand.bad_pairs and first.has_unleased_blocks(demand.num_prompt_tokens)
+        return found if first.key in targets and is_good else None
 
     def check_room(self, request: RequestState, now: float, kept: frozenset[WorkerKey] = frozenset()) -> None:
         """Check that ``route`` would find one. What the prompt costs at each worker is not asked, since a long one takes long.
@@ -66,10 +104,7 @@ class Placement:
         demand = replace(self._demand(request, now), kept=kept)
         choose_route(self._membership.workers, demand, self._restarts.absent(now))
 
-    def _find(
-        self, request: RequestState, now: float, kept: frozenset[WorkerKey] = frozenset()
-    ) -> tuple[Route, _Offers, float]:
-        """Return a route, what was compared, and by how many ms of cost its session may prefer another worker."""
+    def _find(self, request: RequestState, now: float, kept: frozenset[WorkerKey] = frozenset()) -> Found:
         workers, wanted = self._membership.workers, request.submission
         reads_cache = reads_prefix_cache(wanted.sampling)
         extra_keys = extra_keys_of(wanted.mm_features, wanted.cache_salt) if reads_cache else None
@@ -92,7 +127,7 @@ class Placement:
         if may_shorten and route.prefill is not None and route.prefill.key in offers:
             demand = replace(demand, model_fingerprint=route.prefill.facts.model_fingerprint)
             route, offers = self._shorten(route, demand, offers, (wanted.prompt_token_ids, extra_keys), now, wanted.tenant)
-        return route, offers, slack_ms
+        return Found(route, offers, slack_ms)
 
     def _with_preference(self, offers: _Offers) -> _Offers:
         """Return the offers with this router's preference among similar workers in their scores."""
@@ -119,10 +154,10 @@ class Placement:
         if all(self._costs.wait_s(worker, now) for worker in able):
             return False
         try:
-            route, offers, _ = self._find(request, now)
+            found = self._find(request, now)
         except RequestError:
             return False
-        return route.is_local and offers[route.decode.key].ttft_ms <= submission.budget_s(limit_s) * 1e3
+        return found.route.is_local and found.offers[found.route.decode.key].ttft_ms <= submission.budget_s(limit_s) * 1e3
 
     def _shorten(
         self, route: Route, demand: Demand, offers: _Offers, prompt: _Prompt, now: float, tenant: int

@@ -97,7 +97,8 @@ class Measurements:
 
 @dataclass(slots=True)
 class Attempt:
-    """One attempt to serve a request. A retry replaces it with a new one, whose ``previous_error`` is the cause."""
+    """One attempt to serve a request. A retry replaces it with a new one, whose ``previous_error`` is the cause; so does a move
+    of its prompt, which has none of its own."""
 
     number: int = 1
     prefill: WorkerKey | None = None
@@ -153,6 +154,7 @@ class Placed:
     source: KVSource | None = None  # where the worker may load the beginning of the prompt
     prompt_until: float = 0.0  # when the prompt will be computed; 0 = not known
     patience_ms: float = 0.0  # how long shorter prompts that come later may be computed first
+    stays_until: float = 0.0  # when it is asked again whether another worker would be much sooner
 
 
 @dataclass(slots=True)
@@ -180,6 +182,7 @@ class RequestState:
     handoff: KVHandoff | None = None
     fallback_reason: str = ""
     is_local: bool = False  # its decode worker computes the prompt, since that is sooner
+    has_moved: bool = False  # from a long queue to a worker that was nearly idle, which a prompt does once
     renew_at: float = 0.0  # when the lease of the handoff is renewed next
     standing: RoomStanding = field(default_factory=RoomStanding)
     retries: Retries = field(default_factory=Retries)
@@ -232,7 +235,7 @@ class RequestState:
         """Return a worker's error; one about the deadline as the router has it, which knows who has set the limit."""
         return ErrorInfo.of(self.time_is_over()) if error.code == DeadlineExceeded.code else error
 
-    def next_attempt(self, previous_error: ErrorInfo) -> Attempt:
+    def next_attempt(self, previous_error: ErrorInfo | None) -> Attempt:
         """Return the attempt after this one. It keeps the prefill worker if that has computed the prompt."""
         prefill = None if self.phase is RequestPhase.PREFILL else self.attempt.prefill
         return Attempt(number=self.attempt.number + 1, prefill=prefill, previous_error=previous_error)
@@ -330,6 +333,16 @@ class Retried:
 
 
 @dataclass(frozen=True, slots=True)
+class Moved:
+    """A prompt has left the queue of a worker, which has not failed, for one that computes it ``gain_s`` sooner."""
+
+    request_id: str
+    former: WorkerKey
+    successor: WorkerKey
+    gain_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class Ended:
     """The request has ended; ``request.error`` is set if it failed."""
 
@@ -337,7 +350,7 @@ class Ended:
     now: float
 
 
-DispatchAction = SendToWorker | Deliver | DeliverTokens | EncodeEnded | Retried | Ended
+DispatchAction = SendToWorker | Deliver | DeliverTokens | EncodeEnded | Retried | Moved | Ended
 
 
 def open_request(submission: Submission, now: float, timeout_s: float) -> RequestState:

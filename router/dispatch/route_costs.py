@@ -187,6 +187,16 @@ class RouteCosts:
         known = self._worker(worker)
         return (known.backlog.work_ms(now * 1e3) + known.wait_of_others_ms(now * 1e3)) / 1e3
 
+    def backlog(self, worker: WorkerKey) -> Backlog:
+        """Return the prompts of this router that a worker has yet to compute."""
+        known = self._workers.get(worker)
+        return known.backlog if known is not None else Backlog()
+
+    def left_s(self, worker: GenerationWorker, request_id: str, now: float, tenant: int) -> float:
+        """Return in how many seconds a worker will have computed a prompt of its backlog."""
+        known, fair_to = self._worker(worker), tenant if worker.facts.has_fair_shares else None
+        return (known.backlog.left_ms(request_id, now * 1e3, fair_to) + known.wait_of_others_ms(now * 1e3)) / 1e3
+
     def num_queued_tokens(self, worker: WorkerKey) -> int:
         """Return how many tokens of this router's prompts a worker has yet to compute."""
         known = self._workers.get(worker)

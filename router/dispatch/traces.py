@@ -14,7 +14,7 @@ import msgspec
 from core.tracing import Attributes, Span, TraceContext, Tracer
 from core.wire.messages import EncodeRequest, ErrorInfo, Generate
 from router.dispatch.members import WorkerKey
-from router.dispatch.request_state import EncodeEnded, RequestState, Retried
+from router.dispatch.request_state import EncodeEnded, Moved, RequestState, Retried
 from router.dispatch.types import Submission
 
 REQUEST = "kvferry.request"
@@ -107,6 +107,14 @@ class RequestTraces:
             "kvferry.retry.successor": retried.successor.engine_id if retried.successor else "",
         }
         found.span.note("retry", now, attributes)
+
+    def note_move(self, moved: Moved, now: float) -> None:
+        """End the leg that only waited, and record the move in the request's span."""
+        found = self._open.get(moved.request_id)
+        if found is not None:
+            self._end_legs(found, now)
+            names = {"kvferry.move.former": moved.former.engine_id, "kvferry.move.successor": moved.successor.engine_id}
+            found.span.note("move", now, names)
 
     def end(self, request: RequestState, now: float) -> str:
         """Close the spans of a request with its outcome; return its trace id, empty if nothing was recorded."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from core.errors import DeadlineUnreachable
@@ -37,9 +37,22 @@ class _Queue:
     def wait_s(self, now: float, tenant: int | None) -> float:
         if not self.done_tokens:
             return 0.0
-        num_tokens, num_prompts = self._before(tenant)
-        times = min(num_tokens / self.done_tokens, _MOST_TIMES * num_prompts / self.done_prompts)
-        return max(0.0, times * self.done_s - (now - self.since))
+        return max(0.0, self._time_s(*self._before(tenant)) - (now - self.since))
+
+    def left_s(self, request_id: str, now: float) -> float:
+        """Return the time until one of the prompts is computed, if they are computed in the order in which they came."""
+        names = list(self.prompts)
+        num_prompts = names.index(request_id) + 1
+        num_tokens = self.num_tokens - sum(self.prompts[name] for name in names[num_prompts:])
+        return max(0.0, self._time_s(num_tokens, num_prompts) - (now - self.since))
+
+    def own_s(self, request_id: str) -> float:
+        return self._time_s(self.prompts[request_id], 1)
+
+    def _time_s(self, num_tokens: float, num_prompts: float) -> float:
+        if not self.done_tokens:
+            return 0.0
+        return min(num_tokens / self.done_tokens, _MOST_TIMES * num_prompts / self.done_prompts) * self.done_s
 
     def _before(self, tenant: int | None) -> tuple[float, float]:
         """Return how many tokens, and prompts, are computed before a new one; with a ``tenant`` the worker is fair to it."""
@@ -85,18 +98,22 @@ class WaitEstimates:
         queue = self._queues[worker]
         num_tokens, seconds = queue.prompts[request_id], now - queue.since
         self.drop(request_id, now)
+        queue.since = now
         queue.done_tokens = queue.done_tokens * _MEMORY + num_tokens
         queue.done_prompts = queue.done_prompts * _MEMORY + 1
         queue.done_s = queue.done_s * _MEMORY + seconds
 
     def drop(self, request_id: str, now: float) -> None:
-        """Remove a prompt that ended otherwise; the time spent on it does not count for the pace. Unknown ids are ignored."""
+        """Remove a prompt that ended otherwise; the time spent on it does not count for the pace. Unknown ids are ignored.
+
+        None was spent on one that waited behind others.
+        """
         worker = self._places.pop(request_id, None)
         if worker is not None:
             queue = self._queues[worker]
+            queue.since = now if request_id == next(iter(queue.prompts)) else queue.since
             queue.num_tokens -= queue.prompts.pop(request_id)
             queue.tenants.pop(request_id, None)
-            queue.since = now
 
     def forget(self, worker: WorkerKey) -> None:
         """Forget a worker that has left."""
@@ -116,6 +133,29 @@ class WaitEstimates:
         """
         queue = self._queues.get(worker)
         return queue.wait_s(now, tenant) if queue is not None else 0.0
+
+    def last_first(self, worker: WorkerKey) -> Iterator[str]:
+        """Return the wire ids of a worker's prompts, the one that it got last first."""
+        queue = self._queues.get(worker)
+        return reversed(list(queue.prompts)) if queue is not None else iter(())
+
+    def is_unknown(self, worker: WorkerKey) -> bool:
+        """Return True if a worker has prompts, and nothing is known of its pace."""
+        queue = self._queues.get(worker)
+        return queue is not None and bool(queue.prompts) and not queue.done_tokens
+
+    def left_s(self, request_id: str, now: float, tenant: int | None = None) -> float:
+        """Return how many seconds a prompt waits yet until it is computed; as ``wait_s``, and 0 if it is unknown."""
+        worker = self._places.get(request_id)
+        if worker is None:
+            return 0.0
+        left_s = self._queues[worker].left_s(request_id, now)
+        return left_s if tenant is None else min(left_s, self._queues[worker].wait_s(now, tenant))
+
+    def own_s(self, request_id: str) -> float:
+        """Return how many seconds a prompt takes at its worker; 0 without history."""
+        worker = self._places.get(request_id)
+        return self._queues[worker].own_s(request_id) if worker is not None else 0.0
 
     def too_late(
         self, workers: Iterable[GenerationWorker], demand: Demand, budget_s: float, now: float, tenant: int = 0

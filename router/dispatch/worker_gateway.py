@@ -35,7 +35,7 @@ from router.dispatch.membership import Joined, Left, Resumed, Stalled, Switched
 from router.dispatch.observer import ObservedRequest, RequestObserver
 from router.dispatch.peer_log import PeerLog
 from router.dispatch.policy import unpaired
-from router.dispatch.request_state import Deliver, DeliverTokens, EncodeEnded, Ended, RequestState, Retried
+from router.dispatch.request_state import Deliver, DeliverTokens, EncodeEnded, Ended, Moved, RequestState, Retried
 from router.dispatch.types import Submission, Update, token_update
 from router.dispatch.worker_log import WorkerLog
 from router.metrics import RouterMetrics
@@ -413,6 +413,8 @@ class WorkerGateway:
                     self.observer.on_encoded(action)
                 case Retried():
                     self.observer.on_retried(action)
+                case Moved():
+                    self.observer.on_moved(action)
                 case Ended():
                     self._on_ended(action.request, action.now)
                 case Answered():

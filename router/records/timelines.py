@@ -15,7 +15,7 @@ import msgspec
 
 from core.wire.messages import EncodeRequest, ErrorInfo, Generate
 from router.dispatch.members import WorkerKey
-from router.dispatch.request_state import EncodeEnded, RequestState, Retried
+from router.dispatch.request_state import EncodeEnded, Moved, RequestState, Retried
 from router.dispatch.timing import FirstTokenTiming, RoutingReport, SecondTokenTiming
 from router.dispatch.types import Submission
 from router.dispatch.worker_messages import routing_report
@@ -32,7 +32,8 @@ class TimelineEvent(msgspec.Struct, kw_only=True, omit_defaults=True):
     """Something that happened ``at_ms`` after the request's arrival.
 
     ``name`` is the leg that was sent to ``worker`` (encode, prefill, decode, or ``alone``: the worker serves it by itself),
-    ``encoded``, ``first_token``, ``retry`` (the worker failed it with ``code``) or ``ended``.
+    ``encoded``, ``first_token``, ``retry`` (the worker failed it with ``code``),
+    ``move`` (its prompt left the queue of ``worker``) or ``ended``.
     """
 
     at_ms: float
@@ -164,6 +165,11 @@ class Timelines:
         if (found := self._open.get(retried.request_id)) is not None:
             at_ms, worker = found.at_ms(now), retried.failed.engine_id
             found.note(TimelineEvent(at_ms=at_ms, name="retry", worker=worker, code=retried.error.code, kind=retried.kind))
+
+    def note_move(self, moved: Moved, now: float) -> None:
+        """Record that the prompt has left the queue of a worker for another one."""
+        if (found := self._open.get(moved.request_id)) is not None:
+            found.note(TimelineEvent(at_ms=found.at_ms(now), name="move", worker=moved.former.engine_id))
 
     def end(self, request: RequestState, now: float) -> None:
         """Close the timeline of a request that has ended."""

@@ -84,6 +84,14 @@ class Backlog:
             wait_ms -= self._fair_part(tenants_ms, wait_ms, tenant, running)
         return max(0.0, wait_ms), num_delayed
 
+    def last_first(self) -> list[str]:
+        """Return the names of its prompts, the one that is due last first; of equal ones the latest."""
+        return sorted(self.prompts, key=lambda name: self.prompts[name].due_ms)[::-1]
+
+    def left_ms(self, request_id: str, now_ms: float, tenant: int | None = None) -> float:
+        """Return the predicted time until one of its prompts is computed."""
+        return self.place_of(self.prompts[request_id].due_ms, now_ms, tenant)[0]
+
     def work_ms(self, now_ms: float) -> float:
         """Return the predicted time until all its prompts are computed."""
         return self.place_of(float("inf"), now_ms)[0]

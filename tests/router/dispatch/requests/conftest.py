@@ -23,7 +23,7 @@ from core.wire.messages import (
 from core.wire.sampling import SamplingParams
 from router.dispatch.core import RouterCore, RouterLimits, Transmit
 from router.dispatch.engine_calls import Answered
-from router.dispatch.request_state import Deliver, DeliverTokens, EncodeEnded, Ended, RequestPhase, Retried
+from router.dispatch.request_state import Deliver, DeliverTokens, EncodeEnded, Ended, Moved, RequestPhase, Retried
 from router.dispatch.types import Submission
 
 LAYOUT = KVLayoutInfo(dtype="float32", order="HND", block_size=64, num_layers=1, num_kv_heads=1, head_dim=4, block_bytes=2048)
@@ -47,6 +47,7 @@ class Bench:
         self.sent: list[tuple[str, object]] = []
         self.updates: dict[str, list] = {}
         self.retries: list[Retried] = []
+        self.moves: list[Moved] = []
         self.encodes: list[tuple[str, str, int]] = []
         self.ended: dict[str, Ended] = {}
         self.answered: list[Answered] = []  # parts of answers to calls
@@ -171,6 +172,9 @@ class Bench:
                 case Retried():
                     assert action.request_id not in self.ended, "a retry after the end"
                     self.retries.append(action)
+                case Moved():
+                    assert action.request_id not in self.ended, "a move after the end"
+                    self.moves.append(action)
                 case Ended(request):
                     assert request.request_id not in self.ended, "two ends"
                     self.ended[request.request_id] = action

@@ -1,0 +1,155 @@
+"""Moves prompts that wait in a long queue to workers that are nearly idle: they have joined, recovered, or got less work.
+
+Owns when that pays. No worker has failed, so it costs no retry. A prompt moves once, and stays if another worker would not be
+sooner by far: predictions err, and its worker may hold a part of it. Each worker is given about a second of work, and more once
+that is done; the next move sees the ones before it, and another router hears of them before it has sent much.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import islice
+
+from core.wire.messages import Abort
+from router.dispatch.attempts import Attempts
+from router.dispatch.inflight import InflightCounts
+from router.dispatch.members import GenerationWorker, WorkerKey
+from router.dispatch.membership import Membership
+from router.dispatch.placement import Found, Placement
+from router.dispatch.request_state import DispatchAction, Moved, RequestPhase, RequestState, SendToWorker
+from router.dispatch.route_costs import RouteCosts
+from router.dispatch.wait_estimate import WaitEstimates
+from router.dispatch.waiting import Waiting
+from router.routing.cost import REUSE_WEIGHT
+
+LEAST_GAIN_S = 3.0  # and a second more for each other router, which may give the same worker a second of work meanwhile
+LEAST_RATIO = 2.0  # of the time until the prompt is computed where it is, to that at the other worker
+NEARLY_IDLE_S = 1.0
+MOST_MOVES = 16  # per tick
+_MOST_IN_VAIN = 4  # prompts that are looked at per tick, and stay
+_LOOK_AGAIN_S = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class Queues:
+    """How long prompts wait: as predicted (``costs``), else by the pace of each worker so far (``estimates``)."""
+
+    costs: RouteCosts
+    estimates: WaitEstimates
+
+    def wait_s(self, worker: GenerationWorker, now: float) -> float:
+        """Return how long a new prompt waits at a worker for all others."""
+        return self.costs.wait_s(worker, now) if self.costs.is_enabled else self.estimates.wait_s(worker.key, now)
+
+    def is_unknown(self, worker: GenerationWorker) -> bool:
+        """Return True if a worker has prompts whose times are not known."""
+        others = worker.heartbeat.num_queued_tokens_of_others if worker.heartbeat is not None else 0
+        return not self.costs.is_enabled and (others > 0 or self.estimates.is_unknown(worker.key))
+
+    def last_first(self, worker: WorkerKey) -> Iterable[str]:
+        """Return the wire ids of the prompts of this router at a worker, the one that it will compute last first."""
+        return self.costs.backlog(worker).last_first() if self.costs.is_enabled else self.estimates.last_first(worker)
+
+    def times_s(self, request: RequestState, source: GenerationWorker, found: Found, now: float) -> tuple[float, float, float]:
+        """Return when a prompt is computed if it stays, and on a route; and what the latter costs later prompts."""
+        wire_id, tenant = request.wire_id, request.submission.tenant
+        prompt, offer = self.costs.backlog(source.key).prompts.get(wire_id), found.offer
+        if prompt is not None and offer is not None:
+            lost_ms = REUSE_WEIGHT * max(0.0, offer.own_ms - prompt.predicted_ms)  # as in the score of a placement
+            return self.costs.left_s(source, wire_id, now, tenant), offer.ttft_ms / 1e3, lost_ms / 1e3
+        left_s = self.estimates.left_s(wire_id, now, tenant if source.facts.has_fair_shares else None)
+        wait_s = self.estimates.wait_s(found.route.workers[0].key, now)
+        return left_s, wait_s + self.estimates.own_s(wire_id), 0.0
+
+
+class QueueMoves:
+    """Finds the prompts that should move. Times are seconds of the router's clock, and gains are seconds."""
+
+    def __init__(
+        self,
+        membership: Membership,
+        attempts: Attempts,
+        waiting: Waiting,
+        inflight: InflightCounts,
+        placement: Placement,
+        queues: Queues,
+    ) -> None:
+        self._membership = membership
+        self._attempts = attempts
+        self._waiting = waiting
+        self._inflight = inflight
+        self._placement = placement
+        self._queues = queues
+
+    def find(self, now: float) -> Iterator[tuple[RequestState, Found, float]]:
+        """Yield the prompts that should move, where to, and what that gains; each moves before the next is looked for."""
+        workers = self._membership.workers
+        if self._membership.pauses.is_settling(now) or not self._idle(workers, now):
+            return
+        num_moves = num_in_vain = 0
+        for source in sorted(self._crowded(workers, now), key=lambda worker: -self._queues.wait_s(worker, now)):
+            for request in islice(self._unbegun(source, now), MOST_MOVES):
+                idle = self._idle(workers, now)
+                if not idle or num_moves >= MOST_MOVES or num_in_vain >= _MOST_IN_VAIN:
+                    return
+                found = self._placement.find_among(request, idle, now, self._waiting.kept_from(request, now))
+                gain_s = self._gain_s(request, source, found, now) if found is not None else 0.0
+                if found is None or not gain_s:
+                    request.placed.stays_until = now + _LOOK_AGAIN_S
+                    num_in_vain += 1
+                    continue
+                num_moves += 1
+                source.num_moved += 1
+                yield request, found, gain_s
+
+    def leave(self, request: RequestState, found: Found, gain_s: float, now: float) -> list[DispatchAction]:
+        """Take a prompt away from its worker; its next attempt begins on the route that was found."""
+        former = request.current
+        assert former is not None, f"{request.request_id} waits in no queue"
+        abort = SendToWorker(former, Abort(request_ids=(request.wire_id,), reason="moved"))
+        request.has_moved = request.standing.was_admitted = True
+        self._attempts.begin_next(request, request.attempt.previous_error, now)
+        self._inflight.free_all(request)
+        route = self._placement.take(request, found, now)
+        return [abort, Moved(request.request_id, former, route.workers[0].key, gain_s)]
+
+    # ---- workers -----------------------------------------------------------------------------------------------------
+
+    def _idle(self, workers: Iterable[GenerationWorker], now: float) -> frozenset[WorkerKey]:
+        """Return the workers that compute prompts for others and will soon have none."""
+        able = (worker for worker in workers if worker.role != "decode" and not worker.is_closed and not worker.is_reserve)
+        return frozenset(worker.key for worker in able if self._is_idle(worker, now))
+
+    def _is_idle(self, worker: GenerationWorker, now: float) -> bool:
+        if worker.num_present >= worker.num_slots or worker.is_refusing or self._queues.is_unknown(worker):
+            return False
+        return self._queues.wait_s(worker, now) < NEARLY_IDLE_S
+
+    def _crowded(self, workers: Iterable[GenerationWorker], now: float) -> list[GenerationWorker]:
+        """Return the workers with a long queue; one that makes no progress is left by other rules."""
+        able = (worker for worker in workers if worker.num_waiting > worker.num_moved and not worker.why_unresponsive)
+        return [worker for worker in able if self._queues.wait_s(worker, now) >= LEAST_GAIN_S]
+
+    # ---- prompts -----------------------------------------------------------------------------------------------------
+
+    def _unbegun(self, worker: GenerationWorker, now: float) -> Iterator[RequestState]:
+        """Yield the prompts that a worker has most probably not begun, by its last heartbeat, and that may move; last first."""
+        for name in islice(self._queues.last_first(worker.key), max(0, worker.num_waiting - worker.num_moved)):
+            request = self._attempts.get(name)
+            if request is not None and request.current == worker.key and _may_move(request, now):
+                yield request
+
+    def _gain_s(self, request: RequestState, source: GenerationWorker, found: Found, now: float) -> float:
+        """Return how much sooner a prompt would be computed on a route; 0 if that is not worth a move."""
+        left_s, there_s, lost_s = self._queues.times_s(request, source, found, now)
+        heartbeat = found.route.workers[0].heartbeat
+        num_others = heartbeat.num_other_routers if heartbeat is not None else 0
+        gain_s = left_s - there_s - lost_s
+        return gain_s if gain_s >= LEAST_GAIN_S + num_others * NEARLY_IDLE_S and left_s >= LEAST_RATIO * there_s else 0.0
+
+
+def _may_move(request: RequestState, now: float) -> bool:
+    """Return True if a prompt has not moved, and its worker has not said that it has begun it."""
+    is_begun = request.has_begun or request.phase is RequestPhase.ENCODE or request.attempt.early_decode is not None
+    return not (is_begun or request.has_moved or now < request.placed.stays_until)

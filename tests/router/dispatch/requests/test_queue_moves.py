@@ -1,0 +1,331 @@
+"""Prompts that wait in a long queue, and a worker that is nearly idle: which of them move there, when, and how often.
+
+A prompt of ``LONG`` tokens is predicted to take a little more than a second, one of ``SHORT`` tokens 20 ms.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from core.errors import Overloaded
+from core.wire.messages import Abort, ErrorInfo, Generate
+from router.dispatch.members import WorkerKey
+
+LARGE = {"max_model_len": 100_000, "num_blocks": 100_000, "max_num_seqs": 1000}
+LONG, SHORT = 10_000, 100
+
+
+def submit(bench, *names: str, prompt: int = LONG, salt: str | None = None, **fields) -> None:
+    """Submit prompts that have nothing in common, unless they get the same salt."""
+    for name in names:
+        submission = bench.submission(name, prompt=prompt, cache_salt=name if salt is None else salt, **fields)
+        bench.do(bench.core.submit(submission, bench.now))
+
+
+@pytest.fixture
+def crowded(make_bench):
+    """Return a function: a bench with so many prompts at p0, of which all but one wait, and one decode worker."""
+
+    def make(num_prompts: int = 10, prompt: int = LONG, **limits):
+        bench = make_bench(max_requests=2000, max_retries=0, **limits)
+        bench.join("p0", **LARGE)
+        bench.join("d0", **LARGE)
+        submit(bench, *(f"r{number}" for number in range(num_prompts)), prompt=prompt)
+        bench.heartbeat("p0", num_running=1, num_waiting=num_prompts - 1)
+        return bench
+
+    return make
+
+
+def tick(bench, count: int = 1) -> None:
+    for _ in range(count):
+        bench.now += 0.25
+        bench.do(bench.core.on_timer(bench.now))
+
+
+def moved(bench) -> list[str]:
+    return [move.request_id for move in bench.moves]
+
+
+def sent_to(bench, name: str) -> list[str]:
+    return [message.request_id for message in bench.to(name, Generate)]
+
+
+# ---- what moves ------------------------------------------------------------------------------------------------------------
+
+
+def test_the_last_prompt_of_a_long_queue_moves_to_a_worker_that_joins(crowded):
+    bench = crowded()
+    bench.join("p1", **LARGE)
+    tick(bench)
+    assert sent_to(bench, "p1") == ["r9.2"]
+    assert [(abort.request_ids, abort.reason) for abort in bench.to("p0", Abort)] == [(("r9",), "moved")]
+    assert (bench.moves[0].former, bench.moves[0].successor) == (WorkerKey("p0", 1), WorkerKey("p1", 1))
+    assert 8.0 < bench.moves[0].gain_s < 11.0
+
+
+def test_a_move_is_no_failure_and_costs_no_retry(crowded):
+    bench = crowded()
+    bench.join("p1", **LARGE)
+    tick(bench)
+    bench.prefill_done("r9.2", "p1")
+    bench.prefill_done("r9", "p0")
+    assert bench.output("r9") == [50], "the former worker's late answer counts for nothing"
+    bench.tokens(1, 51, request_id="r9.2", finish_reason="length")
+    request = bench.ended["r9"].request
+    assert (request.error, request.retries.kinds, request.retries.blamed, request.retries.avoid) == (None, [], [], set())
+    assert bench.retries == []
+
+
+def test_a_worker_gets_about_a_second_of_work_and_more_once_that_is_done(crowded):
+    bench = crowded()
+    bench.join("p1", **LARGE)
+    tick(bench, 4)
+    assert moved(bench) == ["r9"]
+    bench.prefill_done("r9.2", "p1")
+    tick(bench)
+    assert moved(bench) == ["r9", "r8"]
+
+
+def test_prompts_return_to_a_worker_that_was_lost_and_is_back(crowded):
+    bench = crowded(2)
+    bench.join("p1", **LARGE)
+    submit(bench, "a", "b")
+    bench.leave("p0")
+    assert sent_to(bench, "p1")[-2:] == ["r0.2", "r1.2"]
+    bench.join("p0", **LARGE)
+    bench.heartbeat("p1", num_running=1, num_waiting=5)
+    submit(bench, "c")
+    bench.prefill_done("c", "p0")
+    tick(bench)
+    assert moved(bench) == ["r1"], "the process that lost it has not failed"
+
+
+def test_prompts_move_between_pairs_and_aggregated_workers(crowded):
+    bench = crowded()
+    bench.join("a1", **LARGE)
+    tick(bench)
+    assert sent_to(bench, "a1") == ["r9.2"]
+
+
+def test_a_prompt_moves_once(crowded):
+    bench = crowded()
+    bench.join("p1", **LARGE)
+    tick(bench)
+    bench.leave("p1")
+    assert sent_to(bench, "p0")[-1] == "r9.3"
+    bench.join("p1", incarnation=2, **LARGE)
+    bench.heartbeat("p0", num_running=1, num_waiting=9)
+    tick(bench)
+    assert moved(bench) == ["r9", "r8"]
+
+
+def test_a_moved_prompt_that_is_refused_goes_back(crowded):
+    bench = crowded()
+    bench.join("p1", **LARGE)
+    tick(bench)
+    bench.fails("p1", ErrorInfo.of(Overloaded("full")), "r9.2")
+    assert sent_to(bench, "p0")[-1] == "r9.3"
+    assert "r9" not in bench.ended
+
+
+def test_each_tick_moves_a_bounded_number_of_prompts(crowded):
+    bench = crowded(400, prompt=SHORT)
+    bench.join("p1", **LARGE)
+    numbers = []
+    for _ in range(5):
+        tick(bench)
+        numbers.append(len(bench.moves))
+    assert numbers[:3] == [16, 32, 48]
+    assert numbers[4] <= 52, "a second of work"
+
+
+def test_the_most_crowded_worker_gives_first(crowded):
+    bench = crowded(12)
+    bench.heartbeat("p0", is_draining=True, num_running=1, num_waiting=11)
+    bench.join("p1", **LARGE)
+    submit(bench, *(f"s{number}" for number in range(8)))
+    bench.heartbeat("p1", num_running=1, num_waiting=7)
+    bench.join("p2", **LARGE)
+    tick(bench)
+    assert moved(bench) == ["r11"], "a worker that drains has a queue as well"
+
+
+# ---- what stays ------------------------------------------------------------------------------------------------------------
+
+
+def test_prompts_stay_if_they_would_gain_little(crowded):
+    bench = crowded(3)
+    bench.join("p1", **LARGE)
+    tick(bench, 9)
+    assert moved(bench) == []
+
+
+def test_a_prompt_stays_if_its_own_time_is_most_of_the_wait(crowded):
+    bench = crowded(1, prompt=30_000)
+    submit(bench, "long", prompt=40_000)
+    bench.heartbeat("p0", num_running=1, num_waiting=1)
+    bench.join("p1", **LARGE)
+    tick(bench, 9)
+    assert moved(bench) == []
+
+
+@pytest.mark.parametrize(("salt", "where"), [("seen", "p0"), ("new", "p1")])
+def test_a_prompt_whose_beginning_its_worker_holds_stays_where_it_is_short(crowded, salt, where):
+    bench = crowded(1)
+    submit(bench, "first", prompt=30_000, salt="seen")
+    bench.prefill_done("r0", "p0")
+    bench.prefill_done("first", "p0", prefill_ms=3460.0)
+    submit(bench, *(f"s{number}" for number in range(8)))
+    submit(bench, "last", prompt=30_000, salt=salt)
+    bench.heartbeat("p0", num_running=8, num_waiting=1)
+    bench.join("p1", **LARGE)
+    tick(bench)
+    assert bench.core.dispatcher.requests["last"].attempt.prefill.engine_id == where
+
+
+def test_prompts_that_a_worker_has_begun_stay(crowded):
+    bench = crowded()
+    bench.join("p1", **LARGE)
+    bench.heartbeat("p0", num_running=10)
+    tick(bench)
+    assert moved(bench) == []
+    bench.heartbeat("p0", num_running=9, num_waiting=1)
+    tick(bench)
+    bench.prefill_done("r9.2", "p1")
+    tick(bench, 3)
+    assert moved(bench) == ["r9"], "no more than have waited at its last heartbeat"
+
+
+def test_a_prompt_that_its_decode_worker_reads_already_stays(crowded):
+    bench = crowded()
+    bench.core.dispatcher.requests["r9"].attempt.early_decode = WorkerKey("d0", 1)
+    bench.join("p1", **LARGE)
+    tick(bench)
+    assert moved(bench) == ["r8"]
+
+
+@pytest.mark.parametrize("load", [{"is_draining": True}, {"num_queued_tokens_of_others": 20_000}], ids=["closed", "busy"])
+def test_nothing_moves_to_a_worker_that_takes_no_requests_or_has_those_of_other_routers(crowded, load):
+    bench = crowded()
+    bench.join("p1", **LARGE)
+    bench.heartbeat("p1", **load)
+    tick(bench)
+    assert moved(bench) == []
+
+
+def test_no_tick_asks_for_many_prompts_what_none_of_them_gains(crowded, monkeypatch):
+    bench = crowded(50)
+    bench.join("p1", **{**LARGE, "max_model_len": LONG})
+    asked = []
+    find_among = bench.core.dispatcher.placement.find_among
+    monkeypatch.setattr(
+        bench.core.dispatcher.placement,
+        "find_among",
+        lambda request, *args: asked.append(request.request_id) or find_among(request, *args),
+    )
+    tick(bench)
+    assert asked == ["r49", "r48", "r47", "r46"]
+    tick(bench)
+    assert asked[4:] == ["r45", "r44", "r43", "r42"], "the same ones are not asked again at once"
+    assert moved(bench) == []
+
+
+def test_a_paused_router_moves_nothing_before_it_has_read_what_has_happened(crowded):
+    bench = crowded()
+    bench.join("p1", **LARGE)
+    bench.do(bench.core.on_timer(bench.now + 0.25))
+    bench.moves.clear()
+    bench.prefill_done("r9.2", "p1")
+    bench.now += 4.0
+    bench.do(bench.core.on_timer(bench.now))
+    assert moved(bench) == []
+
+
+# ---- several routers -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("num_others", "moves"), [(1, ["r7"]), (6, [])])
+def test_each_other_router_that_may_do_the_same_raises_the_least_gain(crowded, num_others, moves):
+    bench = crowded(8)
+    bench.join("p1", **LARGE)
+    bench.heartbeat("p1", num_other_routers=num_others, router_rank=0)
+    tick(bench)
+    assert moved(bench) == moves
+
+
+def test_two_routers_see_each_others_moves_before_they_move_more(crowded):
+    routers = [crowded(), crowded()]
+    for rank, bench in enumerate(routers):
+        bench.join("p1", **LARGE)
+        bench.heartbeat("p1", num_other_routers=1, router_rank=rank)
+        tick(bench)
+    assert [moved(bench) for bench in routers] == [["r9"], ["r9"]], "a bounded number at the same time"
+    first = routers[0]
+    first.prefill_done("r9.2", "p1")
+    first.heartbeat("p1", num_other_routers=1, num_queued_tokens_of_others=LONG, num_queued_prompts_of_others=1)
+    tick(first)
+    assert moved(first) == ["r9"], "that of the other one is computed first"
+    first.heartbeat("p1", num_other_routers=1)
+    tick(first)
+    assert moved(first) == ["r9", "r8"]
+
+
+# ---- tenants ---------------------------------------------------------------------------------------------------------------
+
+
+def test_a_prompt_that_its_share_lets_pass_the_others_stays(crowded):
+    bench = crowded(0)
+    bench.join("p0", **LARGE, has_fair_shares=True)
+    submit(bench, *(f"r{number}" for number in range(10)), tenant=1)
+    submit(bench, "other", tenant=2)
+    bench.heartbeat("p0", num_running=1, num_waiting=10)
+    bench.join("p1", **LARGE)
+    tick(bench)
+    assert moved(bench) == ["r9"]
+    assert bench.generated("p1").tenant == 1
+
+
+# ---- by load ---------------------------------------------------------------------------------------------------------------
+
+
+def test_without_predictions_the_pace_of_a_worker_counts(crowded):
+    bench = crowded(routing="least_loaded")
+    bench.join("p1", **LARGE)
+    tick(bench, 4)
+    assert moved(bench) == [], "nothing is known of its pace"
+    bench.prefill_done("r0", "p0")
+    tick(bench, 3)
+    assert moved(bench) == ["r9"], "nothing is known of that of the other one"
+    bench.now += 0.25
+    bench.prefill_done("r9.2", "p1")
+    tick(bench)
+    assert moved(bench) == ["r9", "r8"]
+
+
+def test_without_predictions_prompts_stay_if_they_would_gain_little(crowded):
+    bench = crowded(3, routing="least_loaded")
+    bench.join("p1", **LARGE)
+    tick(bench, 4)
+    bench.prefill_done("r0", "p0")
+    tick(bench, 4)
+    assert moved(bench) == []
+
+
+def test_without_predictions_nothing_moves_to_a_worker_with_prompts_of_other_routers(crowded):
+    bench = crowded(routing="least_loaded")
+    bench.join("p1", **LARGE)
+    tick(bench, 4)
+    bench.prefill_done("r0", "p0")
+    bench.heartbeat("p1", num_queued_tokens_of_others=10)
+    tick(bench)
+    assert moved(bench) == []
+
+
+def test_a_prompt_that_leaves_the_queue_does_not_change_the_pace_of_its_worker(crowded):
+    bench = crowded(4)
+    bench.now = 3.0
+    bench.do(bench.core.abort("r3", "client", bench.now))
+    bench.now = 4.0
+    bench.prefill_done("r0", "p0")
+    assert bench.core.wait_estimates.wait_s(WorkerKey("p0", 1), bench.now) == pytest.approx(8.0)
