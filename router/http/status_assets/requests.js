@@ -109,6 +109,7 @@ function eventText(event) {
   const worker = event.worker || "";
   const code = words(event.code || "");
   switch (event.name) {
+    case "move": return `left the queue of ${worker} for one that is nearly idle`;
     case "retry": return `${worker} failed it (${code}); retried from ${event.kind === "replay" ? "the output so far" : `the ${event.kind}`}`;
     case "first_token": return "first token passed to the client";
     case "ended": return code ? `ended with ${code}` : "ended";

@@ -8,6 +8,8 @@ import pytest
 
 from core.errors import EngineDead
 from core.wire.messages import ErrorInfo, PrefillDone, TransferUsage
+from router.dispatch.members import WorkerKey
+from router.dispatch.request_state import Moved
 from router.metrics import PLACEMENT_REASONS
 
 BODY = {"prompt": "say it", "max_tokens": 50}
@@ -137,6 +139,24 @@ async def test_a_failover_names_both_workers(start_router):
     told = [(event["name"], event.get("worker", "")) for event in timeline["events"]]
     assert told[:3] == [("prefill", failing.engine_id), ("retry", failing.engine_id), ("alone", decode.engine_id)]
     assert (timeline["num_retries"], timeline["handoff"]["outcome"]) == (1, "no_prefill")
+
+
+async def test_a_prompt_that_leaves_a_long_queue_is_moved_and_not_retried(start_router):
+    under_test = await start_router(has_http=False)
+    prefill = await under_test.add("prefill", script=under_test.script(is_silent=True))
+    await under_test.add("decode")
+    asking = asyncio.create_task(post(under_test))
+    message = await prefill.generated()
+    gateway = under_test.router.gateway
+    gateway.core.dispatcher.requests[message.request_id].has_moved = True
+    gateway._perform([Moved(message.request_id, WorkerKey("other", 1), WorkerKey(prefill.engine_id, 1), 4.0)])
+    await prefill._prefill(message)
+    assert (await asking).status_code == 200
+    (timeline,) = (await requests_json(under_test, id=message.request_id))["found"]
+    assert [event["name"] for event in timeline["events"]] == ["prefill", "move", "first_token", "decode", "ended"]
+    assert (timeline["events"][1]["worker"], timeline["num_retries"]) == ("other", 0)
+    assert under_test.metric("kvferry_prompts_moved_total") == 1
+    assert under_test.metric("kvferry_routing_ttft_seconds_total") == 0, "the prediction was for another time"
 
 
 async def test_a_refused_request_has_a_timeline_and_a_running_one_is_listed_first(start_router):

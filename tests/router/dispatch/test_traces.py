@@ -1,5 +1,7 @@
 """The router's spans: one trace from the client's span over the legs to the workers, for every outcome."""
 
+import asyncio
+
 import pytest
 
 from core.clock import SystemClock
@@ -7,7 +9,7 @@ from core.testing.clock import FakeClock
 from core.wire.messages import EncodeRequest, ErrorInfo, Generate
 from core.wire.sampling import SamplingParams
 from router.dispatch.members import WorkerKey
-from router.dispatch.request_state import EncodeEnded
+from router.dispatch.request_state import EncodeEnded, Moved
 from router.dispatch.traces import RequestTraces
 from router.dispatch.types import Submission
 from tests.support.trace_collector import memory_tracer
@@ -84,6 +86,24 @@ async def test_a_retry_is_a_leg_of_its_own_and_is_reported(start_router):
     assert retry.attributes["kvferry.retry.code"] == "engine_dead"
     assert retry.attributes["kvferry.retry.successor"] == good.engine_id
     assert request.status.is_ok
+
+
+async def test_a_move_ends_the_leg_that_waited_without_an_error(start_router):
+    under_test = await start_router(has_http=False)
+    tracer, spans = memory_tracer(SystemClock())
+    under_test.router.gateway.trace_with(tracer)
+    prefill = await under_test.add("prefill", script=under_test.script(is_silent=True))
+    await under_test.add("decode", script=under_test.script())
+    asking = asyncio.create_task(complete(under_test))
+    message = await prefill.generated()
+    former = WorkerKey(prefill.engine_id, prefill.incarnation)
+    under_test.router.gateway._perform([Moved(message.request_id, former, WorkerKey("other", 1), 4.0)])
+    await prefill._prefill(message)
+    assert (await asking).status_code == 200
+    request, leg = spans()["kvferry.request"], spans()["kvferry.leg.prefill"]
+    move = next(event for event in request.events if event.name == "move")
+    assert move.attributes == {"kvferry.move.former": prefill.engine_id, "kvferry.move.successor": "other"}
+    assert (leg.status.is_ok, leg.status.description) == (True, None)
 
 
 async def test_a_refused_request_and_one_that_fails_end_their_spans_with_the_reason(start_router):
