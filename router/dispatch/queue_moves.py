@@ -26,7 +26,7 @@ from router.routing.cost import REUSE_WEIGHT
 LEAST_GAIN_S = 3.0  # and a second more for each other router, which may give the same worker a second of work meanwhile
 LEAST_RATIO = 2.0  # of the time until the prompt is computed where it is, to that at the other worker
 NEARLY_IDLE_S = 1.0
-MOST_MOVES = 16  # per tick
+MOST_MOVES = 8  # per tick
 _MOST_IN_VAIN = 4  # prompts that are looked at per tick, and stay
 _LOOK_AGAIN_S = 2.0
 
@@ -89,7 +89,7 @@ class QueueMoves:
             return
         num_moves = num_in_vain = 0
         for source in sorted(self._crowded(workers, now), key=lambda worker: -self._queues.wait_s(worker, now)):
-            for request in islice(self._unbegun(source, now), MOST_MOVES):
+            for request in self._unbegun(source, now):
                 idle = self._idle(workers, now)
                 if not idle or num_moves >= MOST_MOVES or num_in_vain >= _MOST_IN_VAIN:
                     return
@@ -150,6 +150,10 @@ class QueueMoves:
 
 
 def _may_move(request: RequestState, now: float) -> bool:
-    """Return True if a prompt has not moved, and its worker has not said that it has begun it."""
-    is_begun = request.has_begun or request.phase is RequestPhase.ENCODE or request.attempt.early_decode is not None
-    return not (is_begun or request.has_moved or now < request.placed.stays_until)
+    """Return True if a prompt has not moved, and its worker has neither said that it has begun it, nor got embeddings for it.
+
+    The worker releases these when it is told to stop, and another one would have to compute them.
+    """
+    is_begun = request.has_begun or request.attempt.early_decode is not None
+    is_embedded = request.phase is RequestPhase.ENCODE or bool(request.ec_sources)
+    return not (is_begun or is_embedded or request.has_moved or now < request.placed.stays_until)

@@ -10,6 +10,7 @@ import pytest
 from core.errors import Overloaded
 from core.wire.messages import Abort, ErrorInfo, Generate
 from router.dispatch.members import WorkerKey
+from router.dispatch.progress import Standing
 
 LARGE = {"max_model_len": 100_000, "num_blocks": 100_000, "max_num_seqs": 1000}
 LONG, SHORT = 10_000, 100
@@ -66,6 +67,7 @@ def test_the_last_prompt_of_a_long_queue_moves_to_a_worker_that_joins(crowded):
     assert [(abort.request_ids, abort.reason) for abort in bench.to("p0", Abort)] == [(("r9",), "moved")]
     assert (bench.moves[0].former, bench.moves[0].successor) == (WorkerKey("p0", 1), WorkerKey("p1", 1))
     assert 8.0 < bench.moves[0].gain_s < 11.0
+    assert [bench.core.membership.by_peer(name).num_inflight for name in (b"p0", b"p1", b"d0")] == [9, 1, 10]
 
 
 def test_a_move_is_no_failure_and_costs_no_retry(crowded):
@@ -130,18 +132,26 @@ def test_a_moved_prompt_that_is_refused_goes_back(crowded):
     tick(bench)
     bench.fails("p1", ErrorInfo.of(Overloaded("full")), "r9.2")
     assert sent_to(bench, "p0")[-1] == "r9.3"
-    assert "r9" not in bench.ended
+
+
+def test_a_moved_prompt_that_is_refused_waits_if_no_other_worker_has_room(crowded):
+    bench = crowded(max_retries=0)
+    bench.join("p1", **LARGE)
+    tick(bench)
+    bench.heartbeat("p0", is_draining=True, num_running=1, num_waiting=8)
+    bench.fails("p1", ErrorInfo.of(Overloaded("full")), "r9.2")
+    assert bench.core.dispatcher.num_waiting == 1, "a worker had admitted it"
 
 
 def test_each_tick_moves_a_bounded_number_of_prompts(crowded):
     bench = crowded(400, prompt=SHORT)
     bench.join("p1", **LARGE)
     numbers = []
-    for _ in range(5):
+    for _ in range(9):
         tick(bench)
         numbers.append(len(bench.moves))
-    assert numbers[:3] == [16, 32, 48]
-    assert numbers[4] <= 52, "a second of work"
+    assert numbers[:6] == [8, 16, 24, 32, 40, 48]
+    assert numbers[-1] <= 52, "a second of work"
 
 
 def test_the_most_crowded_worker_gives_first(crowded):
@@ -201,21 +211,65 @@ def test_prompts_that_a_worker_has_begun_stay(crowded):
     assert moved(bench) == ["r9"], "no more than have waited at its last heartbeat"
 
 
-def test_a_prompt_that_its_decode_worker_reads_already_stays(crowded):
+def test_a_prompt_that_is_read_early_or_has_embeddings_stays(crowded):
     bench = crowded()
     bench.core.dispatcher.requests["r9"].attempt.early_decode = WorkerKey("d0", 1)
+    bench.core.dispatcher.requests["r8"].ec_sources[b"image"] = object()
     bench.join("p1", **LARGE)
+    tick(bench)
+    assert moved(bench) == ["r7"]
+
+
+def test_a_prompt_stays_away_from_a_worker_that_has_failed_it(crowded):
+    bench = crowded(9)
+    bench.join("p1", **LARGE)
+    submit(bench, "bad")
+    bench.fails("p1", ErrorInfo(code="internal_error", message="a bug", http_status=500, retryable=True), "bad")
+    assert sent_to(bench, "p0")[-1] == "bad.2"
+    bench.heartbeat("p0", num_running=1, num_waiting=9)
     tick(bench)
     assert moved(bench) == ["r8"]
 
 
-@pytest.mark.parametrize("load", [{"is_draining": True}, {"num_queued_tokens_of_others": 20_000}], ids=["closed", "busy"])
-def test_nothing_moves_to_a_worker_that_takes_no_requests_or_has_those_of_other_routers(crowded, load):
+def test_a_prompt_moves_to_no_pair_whose_handoffs_fail(crowded):
+    bench = crowded()
+    bench.join("p1", **LARGE)
+    pair = WorkerKey("p1", 1), WorkerKey("d0", 1)
+    for _ in range(2):
+        bench.core.dispatcher._pairs.note(pair, "deadline", bench.now)
+    tick(bench)
+    assert moved(bench) == []
+
+
+@pytest.mark.parametrize(
+    "load",
+    [
+        {"is_draining": True},
+        {"num_queued_tokens_of_others": 20_000},
+        {"num_running": 1000},
+        {"num_leased_blocks": 100_000},
+    ],
+    ids=["draining", "other routers", "slots", "leases"],
+)
+def test_nothing_moves_to_a_worker_that_could_not_begin_it_soon(crowded, load):
     bench = crowded()
     bench.join("p1", **LARGE)
     bench.heartbeat("p1", **load)
     tick(bench)
     assert moved(bench) == []
+
+
+def test_nothing_moves_to_a_worker_that_backs_off_after_a_stall(crowded):
+    bench = crowded()
+    bench.join("p1", **LARGE)
+    progress = bench.core.membership.by_peer(b"p1").progress
+    progress.standing, progress.is_backing_off = Standing.PROBATION, True
+    progress._returned_at = bench.now
+    progress._num_stalls = 1
+    tick(bench)
+    assert moved(bench) == []
+    tick(bench, 4)
+    assert moved(bench) == ["r9"], "one at a time until one succeeds"
 
 
 def test_no_tick_asks_for_many_prompts_what_none_of_them_gains(crowded, monkeypatch):
@@ -313,6 +367,17 @@ def test_without_predictions_prompts_stay_if_they_would_gain_little(crowded):
     tick(bench, 4)
     bench.prefill_done("r0", "p0")
     tick(bench, 4)
+    assert moved(bench) == []
+
+
+def test_without_predictions_only_the_prompts_before_one_count_as_its_wait(crowded):
+    bench = crowded(7, routing="least_loaded")
+    bench.join("p1", **LARGE)
+    tick(bench, 4)
+    bench.prefill_done("r0", "p0")
+    for last in ("r6", "r5"):
+        bench.core.dispatcher.requests[last].attempt.early_decode = WorkerKey("d0", 1)
+    tick(bench)
     assert moved(bench) == []
 
 
