@@ -97,8 +97,10 @@ class Measurements:
 
 @dataclass(slots=True)
 class Attempt:
-    """One attempt to serve a request. A retry replaces it with a new one, whose ``previous_error`` is the cause; so does a move
-    of its prompt, which has none of its own."""
+    """One attempt to serve a request. A retry replaces it with a new one, whose ``previous_error`` is the cause.
+
+    A move of its prompt does, too; nothing has failed then, and the error before it stays.
+    """
 
     number: int = 1
     prefill: WorkerKey | None = None
