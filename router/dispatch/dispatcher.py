@@ -1,8 +1,7 @@
 """Moves all requests between the workers: a synchronous state machine without I/O.
 
 Owns which worker has which request, when to abort, renew or release, which worker takes over after a failure, and the updates
-for the client. Works in token ids. Worker messages go in, actions come out. A request ends with exactly one ``Ended``, and its
-error is delivered before that.
+for the client. Works in token ids. Worker messages go in, actions come out. A request ends with one ``Ended``, after its error.
 
 A request is retried if its worker is lost, makes no progress, or fails it with an error that another worker may not have:
 
