@@ -6,6 +6,7 @@ runs it on real sockets, the simulation on a virtual clock.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -18,6 +19,7 @@ from core.errors import (
     NoWorker,
     Overloaded,
     ProtocolError,
+    RequestError,
     VersionMismatch,
 )
 from core.ids import router_id
@@ -36,15 +38,17 @@ from core.wire.messages import (
     RegisterEncoder,
     Rejected,
     RequestFailed,
+    Role,
     RouterMessage,
     SwitchRefused,
     Tokens,
     WorkerMessage,
 )
 from core.wire.version import VersionRefuser
+from router.dispatch.cut_off import would_serve
 from router.dispatch.dispatcher import Dispatcher
 from router.dispatch.engine_calls import Answered, EngineCalls
-from router.dispatch.members import EncodeWorker, GenerationWorker, WorkerKey
+from router.dispatch.members import EncodeWorker, GenerationWorker, Member, WorkerKey
 from router.dispatch.membership import Joined, Left, Membership, MembershipAction, ReplyToPeer, Resumed, Stalled, Switched
 from router.dispatch.policy import Demand, longest_model_len, max_model_len, why_not_ready
 from router.dispatch.request_state import (
@@ -134,10 +138,14 @@ class RouterCore:
             takes_contents=is_predicted,
             plans_roles=limits.planner.enabled,
         )
+        self.num_openings = 0  # how often a worker has begun to take requests
         self.calls = EngineCalls(self.membership)
         self._refuser = VersionRefuser()
         self._request_timeout_s = limits.request_timeout_s
         self._max_requests = limits.max_requests
+        self._tick_s = limits.tick_s
+        self._must_probe = False  # a connection was found lost since the last probe
+        self._probed_at = -math.inf
         self.dispatcher = Dispatcher(
             self.membership,
             request_timeout_s=limits.request_timeout_s,
@@ -171,6 +179,23 @@ class RouterCore:
         """True if this router was just paused, so that workers may reconnect soon."""
         return self.membership.pauses.is_settling(now)
 
+    def may_serve_soon(self, submission: Submission, error: RequestError, now: float, num_waiting: int) -> bool:
+        """Return True if this router was just paused, and workers that may reconnect soon would serve a refused request.
+
+        If the others are full, or too late for it, a worker that is cut off must be neither. Those that wait for workers,
+        ``num_waiting``, count towards this router's limit.
+        """
+        if not self.is_settling(now):
+            return False
+        if isinstance(error, NoWorker):
+            return True
+        if not isinstance(error, Overloaded | DeadlineUnreachable):
+            return False
+        if len(self.dispatcher.requests) + num_waiting >= self._max_requests or not self.membership.has_cut_off:
+            return False
+        budget_s = submission.budget_s(self._request_timeout_s)
+        return would_serve(self.membership.workers, self.wait_estimates, submission, budget_s, now)
+
     def is_route_expected(self, now: float) -> bool:
         """True if there is no route, but this router was just paused, so that workers may reconnect soon."""
         return self.is_settling(now) and self.not_ready_reason is not None
@@ -185,10 +210,8 @@ class RouterCore:
     def on_message(self, peer: bytes, message: WorkerMessage | list[Tokens], now: float) -> list[Action]:
         """Handle a message of a worker."""
         match message:
-            case Register() | RegisterEncoder():
-                return self._after(self.membership.on_register(peer, message, now), now)
-            case Heartbeat():
-                return self._on_heartbeat(peer, message, now)
+            case Register() | RegisterEncoder() | Heartbeat():
+                return self._on_sign_of_life(peer, message, now)
             case Goodbye():
                 return self._after(self.membership.on_goodbye(message), now)
         sender = self.membership.by_peer(peer)
@@ -224,17 +247,26 @@ class RouterCore:
     def on_unreachable(self, peer: bytes, now: float) -> list[Action]:
         """Drop the worker whose connection no longer accepts messages.
 
-        After a pause of this router all may have closed theirs. The first one that is found lost has the others probed, so that
-        none of its requests goes to one after the other of them.
+        After a pause of this router all may have closed theirs. One that is found lost has the others probed, so that none of
+        its requests goes to one after the other of them; what is found soon after a probe waits for the next.
         """
-        knew_of_one = self.membership.has_cut_off
+        worker = self.membership.by_peer(peer)
+        was_connected = worker is not None and worker.cut_peer is None
         actions = self._after(self.membership.on_unreachable(peer, now), now)
-        is_first = self.membership.has_cut_off and not knew_of_one
-        return [*actions, *self.probe_connections()] if is_first else actions
+        if was_connected and worker is not None and worker.cut_peer is not None:
+            self._must_probe = True
+        return [*actions, *self._probe_if_due(now)]
+
+    def _probe_if_due(self, now: float) -> list[Action]:
+        if not self._must_probe or now - self._probed_at < self._tick_s:
+            return []
+        self._must_probe, self._probed_at = False, now
+        return self.probe_connections()
 
     def probe_connections(self) -> list[Action]:
         """Send every worker a message without effect; sending fails on a lost connection, and so detects it."""
-        return [Transmit(worker.peer, self.membership.welcome_of(worker)) for worker in self.membership.members]
+        connected = (worker for worker in self.membership.members if worker.cut_peer is None)
+        return [Transmit(worker.peer, self.membership.welcome_of(worker)) for worker in connected]
 
     # ---- clients -----------------------------------------------------------------------------------------------------
 
@@ -307,9 +339,22 @@ class RouterCore:
         actions = self._after(changes, now) + self._resolve(due, now) + sent
         for moved in self.dispatcher.move_queued(now):
             actions += self._resolve(moved, now)
-        return actions
+        return actions + self._probe_if_due(now)
 
     # ---- steps -------------------------------------------------------------------------------------------------------
+
+    def _on_sign_of_life(self, peer: bytes, message: Register | RegisterEncoder | Heartbeat, now: float) -> list[Action]:
+        """Handle a registration or a heartbeat. It may be the first by which the worker takes requests, in its present role."""
+        key = WorkerKey(message.engine_id, message.incarnation)
+        before = _role_taken(self.membership.member(key))
+        if isinstance(message, Heartbeat):
+            actions = self._on_heartbeat(peer, message, now)
+        else:
+            actions = self._after(self.membership.on_register(peer, message, now), now)
+        role = _role_taken(self.membership.member(key))
+        if role is not None and role != before:
+            self.num_openings += 1
+        return actions
 
     def _on_heartbeat(self, peer: bytes, message: Heartbeat, now: float) -> list[Action]:
         """Answer a heartbeat; the answer asks for a snapshot if the worker's contents are not known."""
@@ -422,6 +467,11 @@ class RouterCore:
         """Learn how long requests hold their places at decode workers."""
         if isinstance(action, Ended) and action.request.error is None and action.request.first_token_at is not None:
             self.planner.loads.on_decoded(action.now - action.request.first_token_at)
+
+
+def _role_taken(member: Member | None) -> Role | None:
+    """Return in which role a member takes requests; None if it takes none."""
+    return None if member is None or member.is_closed or member.is_refusing else member.role
 
 
 def requests_of(message: WorkerMessage | list[Tokens]) -> list[str]:

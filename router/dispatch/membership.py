@@ -182,7 +182,7 @@ class Membership:
             self._note_spare(known, peer)
         elif known is not None and _take_facts(known, facts):
             actions += self._heard_from(known, peer, now, takeover=facts.takeover)
-            known.peer = peer
+            _use(known, peer)
             known.peers.remove(peer)
             known.peers.append(peer)  # the newest is last, also if it was known
             if isinstance(known, GenerationWorker) and role_before not in (None, known.role):
@@ -276,8 +276,6 @@ class Membership:
         A known connection that has taken over from a lost one is as a new one.
         """
         worker.last_seen = now
-        if peer != worker.cut_peer:
-            worker.cut_peer = None
         is_known = peer in worker.peers
         if is_known and takeover <= worker.takeover:
             return []
@@ -287,7 +285,7 @@ class Membership:
             actions = [Left(worker, "its connection broke and was made again", is_back=True)]
         if not is_known:
             self._note_peer(worker, peer, len(worker.peers))
-        worker.peer = peer
+        _use(worker, peer)
         return actions
 
     def _note_spare(self, worker: Member, peer: bytes) -> None:
@@ -339,6 +337,13 @@ def _new_member(key: WorkerKey, peer: bytes, facts: Register | RegisterEncoder, 
     if isinstance(facts, Register):
         return GenerationWorker(key=key, peer=peer, facts=facts, last_seen=now, peers=[peer], takeover=facts.takeover)
     return EncodeWorker(key=key, peer=peer, facts=facts, last_seen=now, peers=[peer], takeover=facts.takeover)
+
+
+def _use(worker: Member, peer: bytes) -> None:
+    """Send to a connection from now on. The worker is cut off no more, unless that is the one that was found lost."""
+    worker.peer = peer
+    if peer != worker.cut_peer:
+        worker.cut_peer = None
 
 
 def _take_facts(member: Member, facts: Register | RegisterEncoder) -> bool:

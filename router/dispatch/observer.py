@@ -36,7 +36,6 @@ class ObservedRequest:
     """What is measured of a running request, in seconds of the router's clock."""
 
     timeline: OpenTimeline
-    arrival: float
     last_token_at: float | None = None
     has_handoff: bool = False
 
@@ -67,12 +66,12 @@ class RequestObserver:
         for submission in submissions:
             self.timelines.begin(submission, client_id, now)
 
-    def on_placed(self, request_id: str, now: float) -> ObservedRequest:
+    def on_placed(self, request_id: str) -> ObservedRequest:
         """Record that a request has been placed; return what its updates are recorded in."""
         timeline = self.timelines.get(request_id)
         assert timeline is not None, f"{request_id} has not arrived"
         timeline.request = self._core.dispatcher.requests.get(request_id)
-        return ObservedRequest(timeline, now)
+        return ObservedRequest(timeline)
 
     def on_sent(self, message: RouterMessage, worker: Member) -> RouterMessage:
         """Record a leg that is sent to a worker; return its message with the span of the leg."""
@@ -150,17 +149,18 @@ class RequestObserver:
 
     def on_ended(self, request: RequestState, now: float, client_id: str | None) -> None:
         """Record the end of a request; ``client_id`` is None if no client has been waiting for it."""
-        seconds = now - request.arrival
+        timeline = self.timelines.get(request.request_id)
+        arrival = timeline.arrival if timeline is not None else request.arrival  # it may have waited for a worker since
         self._num_ended_tokens += request.num_output_tokens
         self._metrics.count_tokens(len(request.submission.prompt_token_ids), request.num_output_tokens)
         if request.error is None:
-            self._metrics.observe_success(seconds, [str(reason) for reason in request.finish_reasons])
+            self._metrics.observe_success(now - arrival, [str(reason) for reason in request.finish_reasons])
         for kind in sorted(set(request.retries.kinds)):
             self._metrics.count_retried(kind, request.error.code if request.error else "served")
         trace_id = self.traces.end(request, now)
         self.timelines.end(request, now)
         if client_id is not None:
-            _log_end(request, seconds, client_id, trace_id)
+            _log_end(request, arrival, now, client_id, trace_id)
 
     def on_failed(self, request_id: str, error: ErrorInfo) -> None:
         """Record that a request was refused, or lost by the router core; does nothing after its end."""
@@ -171,8 +171,9 @@ class RequestObserver:
     # ---- what updates tell -------------------------------------------------------------------------------------------
 
     def _on_first_token(self, observed: ObservedRequest, now: float) -> None:
-        self._metrics.observe_first_token(now - observed.arrival)
-        self.history.on_first_token(now - observed.arrival)
+        seconds = now - observed.timeline.arrival
+        self._metrics.observe_first_token(seconds)
+        self.history.on_first_token(seconds)
         self.traces.note_first_token(observed.timeline.submission.request_id, now)
         self.timelines.note_first_token(observed.timeline, now)
         self._on_unreported_handoff(observed, now)
@@ -240,7 +241,7 @@ class RequestObserver:
         )
 
 
-def _log_end(request: RequestState, seconds: float, client_id: str, trace_id: str) -> None:
+def _log_end(request: RequestState, arrival: float, now: float, client_id: str, trace_id: str) -> None:
     attempt = request.attempt
     outcome = request.error.code if request.error else ",".join(sorted({str(reason) for reason in request.finish_reasons}))
     write = logger.info if request.error is None or request.error.code == Cancelled.code else logger.warning
@@ -252,8 +253,8 @@ def _log_end(request: RequestState, seconds: float, client_id: str, trace_id: st
             outcome=outcome,
             prompt_tokens=len(request.submission.prompt_token_ids),
             output_tokens=request.num_output_tokens,
-            ttft_ms=-1.0 if request.first_token_at is None else (request.first_token_at - request.arrival) * 1e3,
-            total_ms=seconds * 1e3,
+            ttft_ms=-1.0 if request.first_token_at is None else (request.first_token_at - arrival) * 1e3,
+            total_ms=(now - arrival) * 1e3,
             prefill=attempt.prefill.engine_id if attempt.prefill else "-",
             decode=attempt.decode.engine_id if attempt.decode and request.phase is not RequestPhase.PREFILL else "-",
             retries=len(request.retries.kinds),

@@ -63,6 +63,8 @@ class Placement:
 
         Raises the errors of ``choose_route``.
         """
+        if self._membership.pauses.is_settling(now):  # there may be none now, and the request looks again and again
+            self.check_room(request, now, kept)
         return self.take(request, self._find(request, now, kept), now)
 
     def take(self, request: RequestState, found: Found, now: float) -> Route:

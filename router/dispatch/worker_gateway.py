@@ -17,7 +17,7 @@ from zmq.utils.monitor import parse_monitor_message
 
 from core.clock import Clock
 from core.config_router import RouterSection
-from core.errors import Cancelled, KVFerryError, NoWorker, ProtocolError
+from core.errors import Cancelled, KVFerryError, NoWorker, ProtocolError, RequestError
 from core.log import event
 from core.tracing import TraceContext, Tracer
 from core.wire import codec
@@ -36,6 +36,7 @@ from router.dispatch.observer import ObservedRequest, RequestObserver
 from router.dispatch.peer_log import PeerLog
 from router.dispatch.policy import unpaired
 from router.dispatch.request_state import Deliver, DeliverTokens, EncodeEnded, Ended, Moved, RequestState, Retried
+from router.dispatch.route_waits import RouteWaits
 from router.dispatch.types import Submission, Update, token_update
 from router.dispatch.worker_log import WorkerLog
 from router.metrics import RouterMetrics
@@ -145,7 +146,8 @@ class WorkerGateway:
         self._monitor: AsyncSocket | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self._is_stopped = False
-        self._has_changed = asyncio.Event()  # something that the core knows
+        self._waits = RouteWaits()
+        self._num_openings = 0  # of the core, at the latest change that the waiting tasks were told of
         self._death: asyncio.Future[BaseException] | None = None
         add_gauges(metrics, self.core, clock)
         metrics.watch("router_processes", "Routers behind this one's port, itself included.", lambda: config.processes_at_port)
@@ -183,7 +185,7 @@ class WorkerGateway:
     async def stop(self) -> None:
         """Fail the remaining requests, send their aborts, and close the socket; later requests are refused. Idempotent."""
         self._is_stopped = True
-        self._has_changed.set()
+        self._waits.note_change()
         self.engine_api.close()
         for request_id in list(self._listeners):
             self._give_up(request_id, NoWorker(SHUTS_DOWN))
@@ -250,13 +252,14 @@ class WorkerGateway:
         self,
         client_id: str,
         submissions: Sequence[Submission],
-        wait: Callable[[], Awaitable[float]],
+        wait: Callable[[int], Awaitable[float]],
         trace: TraceContext | None = None,
     ) -> Generation:
         """Start all prompts of an HTTP request, or none. ``trace`` is the client's span. Yields to other tasks between prompts.
 
-        After a pause of this router a prompt may find no worker, since those that suit it are cut off, which may have come to
-        light only now. It is tried again after each ``wait``, which returns how much of its time is over then.
+        After a pause of this router a prompt may find no worker, or none with room, since those that suit it are cut off, which
+        may have come to light only now. It is tried again after each ``wait``, which calls ``wait_for_change`` with its
+        argument and returns how much of the prompt's time is over then.
 
         Raises:
             RequestError: one of the prompts cannot be served now. Others as ``wait``.
@@ -269,10 +272,10 @@ class WorkerGateway:
                 if index and index % _PROMPTS_PER_TURN == 0:
                     await asyncio.sleep(0)
                 while (actions := self._submit(waiting[index], now)) is None:
-                    spent_s, now = await wait(), self._clock.now()
+                    spent_s, now = await wait(self._waits.num_changes), self._clock.now()
                     waiting[index:] = [replace(submission, spent_s=spent_s) for submission in waiting[index:]]
                 request_id = waiting[index].request_id
-                self._listeners[request_id] = _Listener(generation, index, self.observer.on_placed(request_id, now))
+                self._listeners[request_id] = _Listener(generation, index, self.observer.on_placed(request_id))
                 self._perform(actions)
         except BaseException as error:  # a bug must not leave prompts without a client, either
             generation.abort("another prompt of the request was refused, or the request was given up")
@@ -283,13 +286,13 @@ class WorkerGateway:
         return generation
 
     def _submit(self, submission: Submission, now: float) -> Sequence[Action] | None:
-        """Start a prompt; None if there is no worker for it, but one may reconnect soon. Raises as ``open``."""
+        """Start a prompt; None if no worker takes it now, but one may that reconnects soon. Raises as ``open``."""
         if self._is_stopped:
             raise NoWorker(SHUTS_DOWN)
         try:
             return self.core.submit(submission, now)
-        except NoWorker:
-            if self.core.is_settling(self._clock.now()):
+        except RequestError as error:
+            if self.core.may_serve_soon(submission, error, self._clock.now(), len(self._waits)):
                 return None
             raise
 
@@ -298,11 +301,10 @@ class WorkerGateway:
         while not self._is_stopped and self.core.is_route_expected(self._clock.now()):
             await self.wait_for_change()
 
-    async def wait_for_change(self) -> None:
-        """Wait until a message, a tick or a request may have changed what this router knows; not once it stops."""
+    async def wait_for_change(self, since: int | None = None) -> None:
+        """Wait until a worker may take requests that it did not take, or a tick; not once this router stops."""
         if not self._is_stopped:
-            self._has_changed.clear()
-            await self._has_changed.wait()
+            await self._waits.wait(since)
 
     def abort(self, request_id: str, reason: str) -> None:
         """End a request; unknown ids are ignored."""
@@ -328,6 +330,7 @@ class WorkerGateway:
         """
         await reader.catch_up(self._heartbeat_interval_s / 2)
         self._perform(self.core.on_timer(self._clock.now()))
+        self._waits.note_change()
         self.observer.tick()
 
     async def _watch_connections(self, monitor: AsyncSocket) -> None:
@@ -397,7 +400,6 @@ class WorkerGateway:
 
     def _perform(self, actions: Sequence[Action]) -> None:
         """Carry out actions, and the actions that follow from connections found lost in between."""
-        self._has_changed.set()
         queue = list(actions)
         for action in queue:  # grows during the loop
             match action:
@@ -422,6 +424,9 @@ class WorkerGateway:
                 case Joined() | Left() | Stalled() | Resumed() | Switched():
                     self._worker_log.note(action)
                     self._peer_log.unpaired(unpaired(self.core.membership.workers))
+        if self._num_openings != self.core.num_openings:
+            self._num_openings = self.core.num_openings
+            self._waits.note_change()
 
     def _transmit(self, action: Transmit) -> list[Action]:
         if self._socket is None:

@@ -35,9 +35,9 @@ class TimeLimits:
             limit_s = self.deadline(timeout_s, caller) - caller.arrival
             raise time_is_over(limit_s, is_own=self._is_set_by_client(timeout_s)) from None
 
-    async def wait_for_change(self, timeout_s: float | None, caller: Caller) -> float:
-        """Wait until the router may know more of its workers; return how much of the time is over then. Raises as ``run``."""
-        await self.run(self._gateway.wait_for_change(), timeout_s, caller)
+    async def wait_for_change(self, timeout_s: float | None, caller: Caller, since: int) -> float:
+        """Wait as the gateway; return how much of the time is over then. Raises as ``run``."""
+        await self.run(self._gateway.wait_for_change(since), timeout_s, caller)
         return self.spent_s(timeout_s, caller)
 
     def deadline(self, timeout_s: float | None, caller: Caller) -> float:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from core.errors import RouterSilent
-from core.wire.messages import ErrorInfo, Heartbeat
+from core.errors import DeadlineUnreachable, Overloaded, RequestError, RouterSilent
+from core.wire.messages import ErrorInfo, Generate, Heartbeat, Registered
+from core.wire.sampling import SamplingParams
+from router.dispatch.core import Transmit
 
 LENGTHS = pytest.mark.parametrize("seconds", [4.0, 6.5, 12.0, 60.0])
 SILENT = ErrorInfo.of(RouterSilent("worker heard nothing from the router for too long"))
@@ -129,6 +131,21 @@ def test_late_messages_of_an_old_connection_do_not_cut_the_new_one_off(make_benc
     assert (worker.peer, worker.is_closed) == (b"d0-again", False)
     bench.do(bench.core.on_unreachable(b"d0-again", bench.now))
     assert bench.core.membership.by_peer(b"d0-again") is None or worker.is_closed
+
+
+def test_a_late_heartbeat_by_an_older_connection_does_not_open_a_worker_that_is_cut_off(make_bench):
+    bench = make_bench("a0", "a1")
+    bench.receive("a0-2", Heartbeat(engine_id="a0", incarnation=1))
+    bench.tick(0.0)
+    freeze(bench, 30.0)
+    bench.do(bench.core.on_timer(bench.now))
+    bench.do(bench.core.on_unreachable(b"a0-2", bench.now))
+    bench.receive("a0", Heartbeat(engine_id="a0", incarnation=1))
+    assert bench.core.membership.has_cut_off
+    bench.submit()
+    assert [peer for peer, message in bench.sent if isinstance(message, Generate)] == ["a1"]
+    bench.receive("a0-3", Heartbeat(engine_id="a0", incarnation=1))
+    assert not bench.core.membership.has_cut_off
 
 
 def test_a_stream_leaves_a_worker_whose_connection_is_gone_at_once(make_bench):
@@ -282,3 +299,105 @@ def test_the_pace_of_prompts_is_not_judged_by_the_pause(make_bench):
     bench.prefill_done("r1")
     bench.submit("r2")
     assert bench.core.wait_estimates.wait_s(bench.core.membership.by_peer(b"p0").key, bench.now) < 2.0
+
+
+def thawed(make_bench, number: int):
+    """Return the bench of a router that was just paused, and the names of its workers."""
+    names = [f"a{index}" for index in range(number)]
+    bench = make_bench(*names)
+    bench.tick(0.0)
+    freeze(bench, 30.0)
+    bench.do(bench.core.on_timer(bench.now))
+    return bench, names
+
+
+def probed(actions) -> list[str]:
+    sent = [action for action in actions if isinstance(action, Transmit)]
+    return [action.peer.decode() for action in sent if isinstance(action.message, Registered)]
+
+
+def test_workers_that_are_found_lost_one_after_the_other_are_not_all_probed_for_each(make_bench):
+    bench, names = thawed(make_bench, 8)
+    num_probed = []
+    for name in names:
+        num_probed.append(len(probed(bench.core.on_unreachable(name.encode(), bench.now))))
+        bench.receive(f"{name}-new", Heartbeat(engine_id=name, incarnation=1))
+    assert num_probed == [7, *[0] * 7]
+    bench.now += 0.25
+    assert probed(bench.core.on_timer(bench.now)) == [f"{name}-new" for name in names]
+    bench.now += 0.25
+    assert probed(bench.core.on_timer(bench.now)) == []
+
+
+def test_a_connection_that_is_lost_later_has_the_others_probed_while_a_dead_worker_stays_cut_off(make_bench):
+    bench, _ = thawed(make_bench, 4)
+    bench.do(bench.core.on_unreachable(b"a0", bench.now))
+    bench.now += 1.0
+    assert probed(bench.core.on_unreachable(b"a1", bench.now)) == ["a2", "a3"]
+    bench.now += 1.0
+    assert probed(bench.core.on_unreachable(b"a1", bench.now)) == []  # it was known
+
+
+def one_of_two_is_back(make_bench, other: dict, **limits):
+    """Return the bench of a router that settles: a0, which holds one choice, is back, and ``other`` is not yet."""
+    bench = make_bench(**{"max_requests": 100, **limits})
+    bench.join("a0", max_num_choices=1)
+    bench.join("a1", **{"max_num_choices": 1, **other})
+    bench.tick(0.0)
+    freeze(bench, 30.0)
+    bench.do(bench.core.on_timer(bench.now))
+    for name in ("a0", "a1"):
+        bench.do(bench.core.on_unreachable(name.encode(), bench.now))
+    bench.receive("a0-new", Heartbeat(engine_id="a0", incarnation=1))
+    return bench
+
+
+def refused(bench, kind: type[RequestError], num_waiting: int = 0, **fields) -> bool:
+    """Submit a prompt that must be refused; return whether it may wait for workers."""
+    submission = bench.submission("r2", **fields)
+    with pytest.raises(kind) as found:
+        bench.core.submit(submission, bench.now)
+    return bench.core.may_serve_soon(submission, found.value, bench.now, num_waiting)
+
+
+def test_a_prompt_waits_for_a_worker_that_is_cut_off_if_the_others_are_full(make_bench):
+    bench = one_of_two_is_back(make_bench, {})
+    bench.submit("r1")
+    assert refused(bench, Overloaded)
+    bench.receive("a1-new", Heartbeat(engine_id="a1", incarnation=1))
+    bench.submit("r2")
+    assert not refused(bench, Overloaded)
+
+
+def test_no_prompt_waits_for_a_full_worker_once_the_router_has_settled(make_bench):
+    bench = one_of_two_is_back(make_bench, {})
+    bench.submit("r1")
+    bench.tick(40.0)
+    assert not refused(bench, Overloaded)
+
+
+@pytest.mark.parametrize("other", [{"max_model_len": 16}, {"model_fingerprint": b"others"}])
+def test_no_prompt_waits_for_a_worker_that_is_cut_off_and_does_not_suit_it(make_bench, other):
+    bench = one_of_two_is_back(make_bench, other)
+    bench.submit("r1")
+    assert not refused(bench, Overloaded, model_fingerprint=bench.core.membership.workers[0].facts.model_fingerprint)
+
+
+@pytest.mark.parametrize(("num_waiting", "may_wait"), [(1, True), (2, False)])
+def test_the_prompts_that_wait_for_workers_count_towards_the_routers_limit(make_bench, num_waiting, may_wait):
+    bench = one_of_two_is_back(make_bench, {}, max_requests=3)
+    bench.submit("r1")
+    assert refused(bench, Overloaded, num_waiting) == may_wait
+
+
+@pytest.mark.parametrize("late", [("a0",), ("a0", "a1")])
+def test_a_prompt_whose_time_is_too_short_for_the_others_waits_for_one_that_is_cut_off_and_idle(make_bench, late):
+    bench = one_of_two_is_back(make_bench, {})
+    workers = {worker.key.engine_id: worker.key for worker in bench.core.membership.workers}
+    for name in late:
+        for prompt, number in enumerate((1, 900)):
+            queued = Generate(request_id=f"{name}-{prompt}", prompt_token_ids=(1,) * number, sampling=SamplingParams())
+            bench.core.wait_estimates.on_sent(workers[name], queued, bench.now)
+            if prompt == 0:
+                bench.core.wait_estimates.on_first_token(queued.request_id, bench.now + 9.0)
+    assert refused(bench, DeadlineUnreachable, timeout_s=1.0) == (late == ("a0",))
