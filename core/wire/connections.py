@@ -24,6 +24,8 @@ HANDSHAKE_FAILED_EVENTS = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDS
 LOST_EVENTS = zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED | zmq.EVENT_CONNECT_RETRIED | HANDSHAKE_FAILED_EVENTS
 
 ANNOUNCED_WITHIN_S = 0.5  # ZeroMQ announces the next try to connect in the moment in which it gives up the last one
+_AWAY_S = 10.0
+_MAX_UNREAD = 100_000  # events of a monitor: 20 MB
 _numbers = itertools.count()
 _HANDSHAKE_LIMIT_S = 60.0  # twice what ZeroMQ gives a handshake: an older connection has had one
 
@@ -36,13 +38,13 @@ def is_refusal(monitor_event: Mapping[str, Any]) -> bool:
 def monitor_of(target: AnySocket, events: int) -> AnySocket:
     """Return a socket that receives a socket's events. Stop them by ``target.monitor(None, 0)`` before it is closed.
 
-    It keeps any number of them: ZeroMQ's thread reports an event by a blocking send, under a lock that stopping takes, too.
+    It keeps very many of them: ZeroMQ's thread reports an event by a blocking send, under a lock that stopping takes, too.
     """
     address = f"inproc://monitor-{id(target):x}-{next(_numbers)}"
     target.monitor(address, events)
     found: AnySocket = target.context.socket(zmq.PAIR)
     found.setsockopt(zmq.LINGER, 0)
-    found.setsockopt(zmq.RCVHWM, 0)
+    found.setsockopt(zmq.RCVHWM, _MAX_UNREAD)
     found.connect(address)
     return found
 
@@ -53,6 +55,9 @@ class ClientConnections:
     It does not after an error of the protocol: a damaged or an oversized frame, or a peer that has a key where this side has
     none, or the reverse. No event says so, but each further try is announced. Nor does one say which connection has had its
     handshake: one of those that were open then. The monitor must ask for ``EVENTS``. Times are seconds of one clock.
+
+    With several keys an announcement of another connection may hide the end of the good one: one that does not come back is
+    taken for given up, too.
     """
 
     EVENTS = (
@@ -68,6 +73,8 @@ class ClientConnections:
         self._maybe_good: set[int] = set()
         self._num_ends = 0  # that no announcement has followed
         self._since: float | None = None  # when that was first seen
+        self._was_good = False
+        self._away_since: float | None = None  # when that was first seen not to be so any more
 
     @property
     def is_good(self) -> bool:
@@ -87,6 +94,7 @@ class ClientConnections:
                 self._open.add(descriptor)
             case zmq.EVENT_HANDSHAKE_SUCCEEDED:
                 self._maybe_good = set(self._open)
+                self._was_good = True
             case zmq.EVENT_DISCONNECTED:
                 self._open.discard(descriptor)
                 self._maybe_good.discard(descriptor)
@@ -101,12 +109,14 @@ class ClientConnections:
 
         All events should have been noted before each.
         """
-        if not self.may_have_given_up:
-            self._since = None
-            return False
-        if self._since is None:
-            self._since = now
-        return now - self._since >= ANNOUNCED_WITHIN_S
+        self._since = _first_seen(self.may_have_given_up, self._since, now)
+        self._away_since = _first_seen(self._was_good and not self.is_good, self._away_since, now)
+        has_ended = self._since is not None and now - self._since >= ANNOUNCED_WITHIN_S
+        return has_ended or (self._away_since is not None and now - self._away_since >= _AWAY_S)
+
+
+def _first_seen(is_so: bool, before: float | None, now: float) -> float | None:
+    return (now if before is None else before) if is_so else None
 
 
 class ServerConnections:

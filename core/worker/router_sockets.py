@@ -8,7 +8,6 @@ raises costs its frame; a task that ends costs the worker, because a worker that
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
@@ -72,10 +71,13 @@ class RouterSockets:
         self._resolver: asyncio.Task[None] | None = None
         self._unresolved: set[str] = set()
         self._has_broken = asyncio.Event()
+        self._changing = asyncio.Lock()  # held by the task that adds or removes links
+        self._mender: asyncio.Task[None] | None = None
 
     def start(self) -> None:
         """Start to connect."""
         self._resolver = self._keep(self._follow_names())
+        self._mender = self._keep(self._mend_links())
 
     def send(self, link: str, frame: bytes) -> bool:
         """Queue a frame without waiting; returns False if there is no connection or its queue is full."""
@@ -97,8 +99,8 @@ class RouterSockets:
 
     async def close(self, linger_s: float) -> None:
         """Close all sockets; frames that are queued may take ``linger_s`` to leave. Idempotent."""
-        tasks = [*self._readers.values(), *([self._resolver] if self._resolver is not None else [])]
-        self._readers, self._resolver = {}, None
+        tasks = [*self._readers.values(), *(task for task in (self._resolver, self._mender) if task is not None)]
+        self._readers, self._resolver, self._mender = {}, None, None
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -115,7 +117,7 @@ class RouterSockets:
         return task
 
     def _on_task_end(self, task: asyncio.Task[None]) -> None:
-        if task is not self._resolver and task not in self._readers.values():
+        if task not in (self._resolver, self._mender, *self._readers.values()):
             return  # the task was dropped before it was cancelled
         # A socket that is closed under its reader looks like a cancellation.
         error = RuntimeError("cancelled by nobody") if task.cancelled() else task.exception() or RuntimeError("it returned")
@@ -124,21 +126,32 @@ class RouterSockets:
 
     async def _follow_names(self) -> None:
         while True:
-            # A link that is tried no more is made anew, whatever the name service says: the router may have another key by now.
-            for link in [link for link, monitor in self._monitors.items() if monitor.has_given_up()]:
-                await self._replace(link)
             found = await self._resolve_all()
-            for link in sorted(found - self._sockets.keys()):
-                if (made := self._make(link)) is not None:
-                    self._connect(link, *made)
-            if not self._unresolved:  # a name service that is down proves nothing about the routers
-                for link in sorted(self._sockets.keys() - found):
-                    await self._disconnect(link)
+            async with self._changing:
+                await self._follow(found)
+            is_early = self._unresolved or found - self._sockets.keys()
+            await asyncio.sleep(min(RESOLVE_RETRY_S, self._interval_s) if is_early else self._interval_s)
+
+    async def _follow(self, found: set[str]) -> None:
+        """Have a link to each address that was found, and to no other."""
+        for link in [link for link, monitor in self._monitors.items() if monitor.has_given_up()]:
+            await self._replace(link)  # since the router may have another key by now
+        for link in sorted(found - self._sockets.keys()):
+            if (made := self._make(link)) is not None:
+                self._connect(link, *made)
+        if not self._unresolved:  # a name service that is down proves nothing about the routers
+            for link in sorted(self._sockets.keys() - found):
+                await self._disconnect(link)
+
+    async def _mend_links(self) -> None:
+        """Make links anew that have broken for good, whatever the name service says or waits for."""
+        while True:
+            await self._has_broken.wait()
             self._has_broken.clear()
-            with contextlib.suppress(TimeoutError):
-                is_early = self._unresolved or found - self._sockets.keys()
-                interval_s = min(RESOLVE_RETRY_S, self._interval_s) if is_early else self._interval_s
-                await asyncio.wait_for(self._has_broken.wait(), interval_s)
+            async with self._changing:
+                for link in [link for link, monitor in self._monitors.items() if monitor.has_broken()]:
+                    await self._replace(link)
+            await asyncio.sleep(min(RESOLVE_RETRY_S, self._interval_s))
 
     async def _resolve_all(self) -> set[str]:
         found: set[str] = set()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -45,6 +46,7 @@ from router.planner.gauges import add_planner_gauges
 logger = logging.getLogger(__name__)
 
 _PROMPTS_PER_TURN = 8  # prompts of one HTTP request that are started without a pause
+_EVENTS_PER_TURN = 256  # of connections
 RECONNECT_S = 0.25  # a worker that only lost its connection has reconnected by then
 
 
@@ -338,28 +340,33 @@ class WorkerGateway:
 
         ZeroMQ reports that a connection was lost, but not whose; sending to that worker then fails.
         """
-        handshakes = ServerConnections()
+        connections = ServerConnections()
+        events: zmq.Socket[bytes] = zmq.Socket.shadow(monitor)
+        now, probe_at = asyncio.get_running_loop().time, math.inf
         while True:
-            has_ended = self._note_event(await monitor.recv_multipart(), handshakes)
-            if not has_ended:
-                await asyncio.sleep(0)  # the others have their turn, however many connect
-                continue
-            await asyncio.sleep(RECONNECT_S)
-            while await monitor.poll(0):
-                self._note_event(await monitor.recv_multipart(), handshakes)
-                await asyncio.sleep(0)
-            self._guard(self.core.probe_connections)
+            await monitor.poll(None if probe_at == math.inf else max(0.0, 1000 * (probe_at - now())))
+            if self._note_events(events, connections):
+                probe_at = min(probe_at, now() + RECONNECT_S)
+            if now() >= probe_at:
+                probe_at = math.inf
+                self._guard(self.core.probe_connections)
+            await asyncio.sleep(0)  # the others have their turn, however many connect
 
-    def _note_event(self, parts: list[bytes], handshakes: ServerConnections) -> bool:
-        """Note what happened to a connection; return True if it has ended.
+    def _note_events(self, events: zmq.Socket[bytes], connections: ServerConnections) -> bool:
+        """Note what happened to connections; return True if one has ended.
 
         One without a handshake is counted and logged: a worker with another cluster key never connects, and retries forever.
         """
-        found = parse_monitor_message(parts)
-        if handshakes.note(found, self._clock.now()):
-            self._metrics.count_refused_handshake()
-            self._peer_log.handshake_refused()
-        return bool(found["event"] == zmq.EVENT_DISCONNECTED)
+        has_ended = False
+        for _ in range(_EVENTS_PER_TURN):
+            if not events.poll(0):
+                break
+            found = parse_monitor_message(events.recv_multipart(zmq.NOBLOCK))
+            has_ended |= found["event"] == zmq.EVENT_DISCONNECTED
+            if connections.note(found, self._clock.now()):
+                self._metrics.count_refused_handshake()
+                self._peer_log.handshake_refused()
+        return has_ended
 
     def _on_parts(self, parts: list[bytes]) -> None:
         """Handle one message of a worker; no message may stop the router."""

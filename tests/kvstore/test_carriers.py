@@ -66,8 +66,8 @@ def serving(keys=None, on_death=None, **settings):
 
 
 @contextlib.contextmanager
-def client_at(address, keys=None, block_bytes=BLOCK_BYTES):
-    config = KVStoreSection(address=address, heartbeat_interval_s=0.05, request_timeout_s=0.5)
+def client_at(address, keys=None, block_bytes=BLOCK_BYTES, request_timeout_s=0.5):
+    config = KVStoreSection(address=address, heartbeat_interval_s=0.05, request_timeout_s=request_timeout_s)
     client = connect_store(config, "test", block_bytes, SystemClock(), RandomIds(), keys)
     try:
         yield client
@@ -111,7 +111,7 @@ def test_a_damaged_frame_costs_the_link_and_the_client_makes_another():
     with (
         serving(keys) as (_, address),
         TcpProxy(split_tcp(address)) as proxy,
-        client_at("tcp://{}:{}".format(*proxy.address), keys) as client,
+        client_at("tcp://{}:{}".format(*proxy.address), keys, request_timeout_s=10 * DEADLINE_S) as client,
     ):
         assert client.wait_until_connected(DEADLINE_S)
         first = client._socket

@@ -102,6 +102,14 @@ def test_one_connection_of_several_may_have_been_given_up():
     assert has_given_up
 
 
+def test_a_good_connection_whose_end_another_one_has_hidden_is_given_up_when_it_stays_away():
+    found = connections((CONNECTED, 7), (SUCCEEDED, 0), (DISCONNECTED, 7), (RETRIED, 0))
+    assert not any(found.has_given_up(now) for now in (10.0, 19.0))
+    assert found.has_given_up(20.0)
+    never_good = connections((CONNECTED, 7), (DISCONNECTED, 7), (RETRIED, 0))
+    assert not any(never_good.has_given_up(now) for now in (10.0, 20.0))
+
+
 def test_nothing_is_given_up_while_a_connection_is_good():
     found = connections((CONNECTED, 7), (SUCCEEDED, 0), (CONNECTED, 8), (DISCONNECTED, 8))
     assert not any(found.has_given_up(now) for now in (10.0, 20.0))

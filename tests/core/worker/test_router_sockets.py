@@ -25,17 +25,20 @@ class Names:
 
     def __init__(self, *addresses):
         self.answer = list(addresses)
+        self.hangs = False
         self._was_asked = asyncio.Event()
 
     async def resolve(self, name):
         self._was_asked.set()
+        if self.hangs:
+            await asyncio.Event().wait()
         if self.answer is None:
             raise PeerUnreachable(f"{name} does not resolve")
         return self.answer
 
-    async def asked_again(self):
-        """Return once an answer that was set before has been acted on."""
-        for _ in range(2):
+    async def asked_again(self, times=2):
+        """Return once it was asked; with two ``times``, once an answer that was set before has been acted on."""
+        for _ in range(times):
             self._was_asked.clear()
             await asyncio.wait_for(self._was_asked.wait(), WAIT_S)
 
@@ -243,6 +246,21 @@ async def test_a_link_that_cannot_be_made_for_want_of_a_descriptor_is_tried_agai
     assert links.deaths.empty()
 
 
+async def test_what_was_made_of_a_link_that_cannot_be_made_is_closed(monkeypatch):
+    made = []
+
+    def fail(dealer, address, keys):
+        made.append(dealer)
+        raise zmq.ZMQError(errno.EMFILE)
+
+    monkeypatch.setattr("core.worker.router_sockets.connect_with_each_key", fail)
+    sockets = RouterSockets(["name"], Links(), Names("tcp://127.0.0.1:9").resolve, interval_s=0.01)
+    sockets.start()
+    await until(lambda: len(made) > 1)
+    assert made[0].closed  # else closing would wait for it
+    await sockets.close(0.0)
+
+
 async def test_a_broken_link_is_made_anew_while_the_name_service_is_down():
     context = AsyncContext()
     keys = derive_keys(new_cluster_key(RandomIds()))
@@ -253,13 +271,13 @@ async def test_a_broken_link_is_made_anew_while_the_name_service_is_down():
         sockets = RouterSockets(["name"], links, names.resolve, interval_s=0.01, keys=keys)
         sockets.start()
         await until(lambda: sockets.why_unusable().get(link) == "")
-        names.answer = None
-        await names.asked_again()
+        names.hangs = True
+        await names.asked_again(1)
         sockets.send(link, b"hello")
         peer, _ = await router.recv_multipart()
         proxy.damage_answers()
         await router.send_multipart([peer, b"damaged on the way"])
-        await until(lambda: links.events == [f"+{link}", f"-{link}", f"+{link}"])
+        await until(lambda: sockets.note_events() or links.events == [f"+{link}", f"-{link}", f"+{link}"])
         await until(lambda: sockets.why_unusable()[link] == "")
         await sockets.close(0.0)
     context.destroy(linger=0)
