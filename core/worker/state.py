@@ -275,8 +275,10 @@ class WorkerState:
         self._reports.stop(link)
         self.roles.on_lost(link)
 
-    def _log_of_router(self, now: float, name: str, link: str, **fields: object) -> None:
-        if line := limited_event(self._router_lines, now, name, link, router=link, **fields):
+    def _log_of_router(self, now: float, name: str, link: str, *, code: str = "", **fields: object) -> None:
+        """Write a line; each ``code`` has a limit of its own, since another one says something new."""
+        shown = {"code": code, **fields} if code else fields
+        if line := limited_event(self._router_lines, now, name, (link, code), router=link, **shown):
             logger.warning(line)
 
     # ---- requests ----------------------------------------------------------------------------------------------------

@@ -172,6 +172,17 @@ def test_a_router_that_forgets_the_worker_now_and_then_is_logged_once(caplog):
     assert caplog.text.count("event=refused_by_router") == 1
 
 
+def test_a_refusal_for_another_reason_than_the_last_one_is_logged_at_once(caplog):
+    state = Harness().state
+    state.connect("a", 0.0)
+    unknown = ErrorInfo(code="not_registered", message="register first", retryable=True)
+    duplicate = ErrorInfo(code="duplicate_engine_id", message="another has its name")
+    for number, error in enumerate((unknown, duplicate, unknown, duplicate)):
+        state.on_router_message("a", Refused(error=error), 1.0 + number)
+    logged = [word for word in caplog.text.split() if word.startswith("code=")]
+    assert logged == ["code=not_registered", "code=duplicate_engine_id"]
+
+
 def test_request_that_came_late_ends_when_its_router_does_not_know_the_worker(worker):
     hear_only_from("b", worker, until=5)
     worker.generate("late", "a", 5.0)
