@@ -271,6 +271,10 @@ class WorkerProcess:
         reasons = self._why_not_registered()
         return {address: reason for address, (reason, is_refusal) in reasons.items() if not is_refusal}
 
+    def _refusals(self) -> dict[str, str]:
+        """Return the reasons of routers that refuse the worker, without those that have gone since."""
+        return {address: reason for address, (reason, is_refusal) in self._why_not_registered().items() if is_refusal}
+
     def _why_not_registered(self) -> dict[str, tuple[str, bool]]:
         """Return the reasons by address, each with whether a router has given it."""
         assert self._state is not None
@@ -323,8 +327,9 @@ class WorkerProcess:
             logger.error(event("unhealthy", reason=reason))
             return OpsResponse.of_json(HTTPStatus.SERVICE_UNAVAILABLE, {"status": reason})
         answer: dict[str, object] = {"status": "ok", "engine_id": self._context.engine_id}
-        if self._state is not None and self._state.refusals:
-            answer["refused_by"] = self._state.refusals
+        refusals = self._refusals() if self._state is not None else {}
+        if refusals:
+            answer["refused_by"] = refusals
         return OpsResponse.of_json(HTTPStatus.OK, answer)
 
     def _started(self) -> OpsResponse:

@@ -189,6 +189,21 @@ async def test_probes_name_the_reason_of_a_router_that_refuses_or_does_not_answe
     assert health.json()["refused_by"] == {router.address: "it serves another model"}
 
 
+async def test_health_names_no_refusal_of_a_router_that_has_gone(running, router, caplog):
+    router.peer = (await router.socket.recv_multipart())[0]
+    await router.send(Refused(error=ErrorInfo(code="x", message="it serves another model", http_status=400)))
+    await until_text(caplog, "event=refused_by_router")
+    router.socket.close()
+    async with asyncio.timeout(WAIT_S):
+        while True:
+            health = (await get(f"{running.ops_address}/health")).json()
+            if "refused_by" not in health:
+                break
+            await asyncio.sleep(0.01)
+    assert health == {"status": "ok", "engine_id": "w0"}
+    assert (await get(f"{running.ops_address}/ready")).json()["routers"][router.address].startswith("no connection: ")
+
+
 async def test_ready_only_while_registered_and_not_draining(running, router):
     assert (await get(f"{running.ops_address}/health")).status_code == 200
     assert (await get(f"{running.ops_address}/ready")).status_code == 503
