@@ -219,9 +219,13 @@ class Membership:
         return [*actions, ReplyToPeer(peer, self.welcome_of(worker))]
 
     def on_goodbye(self, goodbye: Goodbye) -> list[MembershipAction]:
-        """Remove a worker that leaves in order."""
-        worker = self.member(WorkerKey(goodbye.engine_id, goodbye.incarnation))
-        return [self._remove(worker, "it said goodbye", is_orderly=True)] if worker else []
+        """Remove a worker that leaves in order. Of one that was lost already, its name need not be kept any longer."""
+        key = WorkerKey(goodbye.engine_id, goodbye.incarnation)
+        worker = self.member(key)
+        if worker is None:
+            self._namesakes.will_not_return(key)
+            return []
+        return [self._remove(worker, "it said goodbye", is_orderly=True)]
 
     def on_broken(self, worker: Member, reason: str) -> list[MembershipAction]:
         """Drop a worker that is unreachable or violates the protocol; it may register again."""

@@ -51,6 +51,12 @@ class Namesakes:
         while len(self._former) > _MAX_FORMER:
             del self._former[next(iter(self._former))]
 
+    def will_not_return(self, key: WorkerKey) -> None:
+        """The process that was a member has said goodbye: nobody waits for it."""
+        former = self._former.get(key)
+        if former is not None:
+            former.until = -math.inf
+
     def must_wait(self, key: WorkerKey, now: float, *, is_settling: bool) -> bool:
         """A process without the name asks for it: return True if a newer one has it, or may come back to it.
 

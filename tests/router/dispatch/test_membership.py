@@ -241,6 +241,22 @@ def test_a_message_that_comes_after_its_sender_s_goodbye_keeps_no_name(membershi
     assert may_register(membership, 1, now=0.2)
 
 
+def test_a_goodbye_that_is_read_after_the_lost_connection_frees_the_name_at_once(membership):
+    replaced(membership)
+    membership.on_unreachable(b"2", now=0.1)
+    assert not may_register(membership, 1, now=0.2)
+    assert membership.on_goodbye(Goodbye(engine_id="p0", incarnation=2)) == []
+    assert may_register(membership, 1, now=0.3)
+
+
+def test_a_late_goodbye_of_a_replaced_process_takes_the_name_from_nobody(membership):
+    replaced(membership, 3)
+    assert membership.on_goodbye(Goodbye(engine_id="p0", incarnation=2)) == []
+    assert membership.on_goodbye(Goodbye(engine_id="p0", incarnation=9)) == []  # it was never a member
+    assert incarnations(membership) == [3]
+    assert not may_register(membership, 1, now=0.1)
+
+
 def test_a_successor_that_was_only_cut_off_takes_its_name_back_for_good(membership):
     replaced(membership)
     membership.on_unreachable(b"2", now=0.0)
