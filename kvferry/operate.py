@@ -130,7 +130,7 @@ def ops_address(host: str, port: int) -> str:
     """
     bare = host[1:-1] if host.startswith("[") and host.endswith("]") else host
     is_ipv6 = bare != host or ":" in bare
-    if not (_is_ip(bare, 6) if is_ipv6 else _is_ip(bare, 4) or _NAME.fullmatch(bare)):
+    if not (_is_ip(bare, 6) if is_ipv6 else _is_ip(bare, 4) or _is_name(bare)):
         raise ConfigError(f"--ops-host = {host!r}: expected a name or an address, no scheme and no port", param="ops-host")
     return f"http://[{bare}]:{port}" if is_ipv6 else f"http://{bare}:{port}"
 
@@ -139,6 +139,16 @@ def _is_ip(host: str, version: int) -> bool:
     try:
         return ipaddress.ip_address(host).version == version
     except ValueError:
+        return False
+
+
+def _is_name(host: str) -> bool:
+    """Return whether it is the name of a host; the client decodes one that begins with ``xn--``, and there are wrong ones."""
+    import httpx
+
+    try:
+        return bool(_NAME.fullmatch(host) and httpx.URL(f"http://{host}").host)
+    except (httpx.InvalidURL, UnicodeError):
         return False
 
 

@@ -114,6 +114,16 @@ def test_what_is_no_host_is_refused_before_anything_is_asked(monkeypatch, comman
     assert asked == []
 
 
+@pytest.mark.parametrize("command", ["drain", "role"])
+@pytest.mark.parametrize("host", ["xn--0", "XN--a.example", "xn--zz--"])
+def test_a_name_that_no_client_can_decode_is_refused_before_anything_is_asked(monkeypatch, command, host):
+    test_what_is_no_host_is_refused_before_anything_is_asked(monkeypatch, command, host)
+
+
+def test_the_encoded_name_of_a_host_is_one():
+    assert ops_address("xn--fiqs8s.example", 9400) == "http://xn--fiqs8s.example:9400"
+
+
 @pytest.mark.parametrize("host", ["127.0.0.2", "::1"])
 async def test_a_worker_at_another_loopback_address_takes_orders(host):
     server = OpsServer({("POST", "/drain"): lambda: OpsResponse(202, b"")})
