@@ -18,6 +18,7 @@ from agent.readings import count_handoffs, readings
 from agent.vllm_server import Health, VllmFacts, VllmServer
 from core.clock import SystemClock
 from core.config import KVFerryConfig
+from core.config_checks import check_header_key
 from core.config_workers import AgentSection
 from core.connector import WorkerContext
 from core.descriptors import connections_within, raise_descriptor_limit
@@ -193,14 +194,16 @@ def read_api_key(section: AgentSection) -> str:
     """Return the server's API key, empty without one.
 
     Raises:
-        ConfigError: its file cannot be read.
+        ConfigError: its file cannot be read, or no header can hold it.
     """
     if not section.api_key_file:
-        return os.environ.get("VLLM_API_KEY", "")
+        return check_header_key("$VLLM_API_KEY", os.environ.get("VLLM_API_KEY", ""))
+    source = f"agent.api_key_file = {section.api_key_file}"
     try:
-        return Path(section.api_key_file).read_text(encoding="utf-8").strip()
+        key = Path(section.api_key_file).read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"agent.api_key_file = {section.api_key_file}: {error}", param="agent.api_key_file") from None
+        raise ConfigError(f"{source}: {error}", param="agent.api_key_file") from None
+    return check_header_key(source, key)
 
 
 def _handler(role: str, facts: VllmFacts) -> RoleHandler:

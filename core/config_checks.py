@@ -95,6 +95,21 @@ def check_http_address(path: str, url: str) -> None:
         raise ConfigError(f"{path} = {url!r}: {problem}; give http://HOST:PORT", param=path)
 
 
+def check_header_key(source: str, key: str) -> str:
+    """Return an API key, which a client can send only if it is printable ASCII.
+
+    Raises:
+        ConfigError: it has another character; names where the key is from, not the key.
+    """
+    for number, character in enumerate(key, start=1):
+        if not (character.isascii() and character.isprintable()):
+            raise ConfigError(
+                f"{source}: character {number} of the key is not printable ASCII, which its header must be: use another key",
+                param=source.partition(" ")[0],
+            )
+    return key
+
+
 def check_redis_url(path: str, url: str) -> None:
     """Refuse what is no address of a Redis, and one with a password, which would be visible in every copy of the settings.
 

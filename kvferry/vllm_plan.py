@@ -16,6 +16,7 @@ from pathlib import Path
 import msgspec
 
 from core.config import KVFerryConfig
+from core.config_checks import check_header_key
 from core.config_workers import AgentSection
 from core.errors import ConfigError
 from core.ids import RandomIds
@@ -155,7 +156,7 @@ class VllmServers:
         self._roles = roles
         self._plans: dict[str, VllmServerPlan] = {}
         self._installation: VllmInstallation | None = None
-        self._api_key = os.environ.get("VLLM_API_KEY") or new_cluster_key(RandomIds())
+        self._api_key = check_header_key("$VLLM_API_KEY", os.environ.get("VLLM_API_KEY", "")) or new_cluster_key(RandomIds())
         self.names = tuple(server_name(worker) for worker in roles)
 
     def prepare(self, variables: Mapping[str, str]) -> None:

@@ -12,6 +12,7 @@ from typing import Annotated
 
 import typer
 
+from core.config_tree import check_text
 from core.errors import ConfigError
 from kvferry.server_address import check_address
 
@@ -59,6 +60,7 @@ def bench(  # noqa: PLR0913, PLR0917 - one parameter per flag
     from kvferry.bench.workload import SyntheticShape, TraceShape, new_seed, parse_range, synthetic_workload, trace_workload
 
     check_address(url, "--url")
+    check_text({"--model": model})
     slos, seed = parse_slos(goodput or []), new_seed() if seed is None else seed
     if trace is None:
         prompt_low, prompt_high = parse_range(prompt_tokens or DEFAULT_PROMPT, "prompt-tokens")

@@ -1,6 +1,7 @@
 """The start of an agent's process, which waits for its server and says so, and what its drain has to wait for."""
 
 import asyncio
+import os
 import resource
 from dataclasses import replace
 
@@ -8,10 +9,11 @@ import pytest
 
 from agent import worker
 from agent.vllm_server import Health, VllmServer
-from agent.worker import VllmWorker
+from agent.worker import VllmWorker, read_api_key
 from connectors.testing.contexts import worker_context
 from core.config import load_config
-from core.errors import EngineDead
+from core.config_workers import AgentSection
+from core.errors import ConfigError, EngineDead
 from core.kv.content_feed import ContentFeed
 from core.kv.events import BlockStored
 from core.testing.clock import FakeClock
@@ -64,6 +66,23 @@ async def test_an_agent_whose_server_is_there_waits_for_nothing(server, start, c
     server.answers.append([])
     await start.worker.load()
     assert waiting_lines(caplog) == []
+
+
+@pytest.mark.parametrize("key", [os.fsdecode(b"a\xff"), "ä", "a\nb"])
+def test_an_api_key_that_no_header_can_hold_is_refused_by_its_source(tmp_path, monkeypatch, key):
+    monkeypatch.setenv("VLLM_API_KEY", key)
+    with pytest.raises(ConfigError, match=r"^\$VLLM_API_KEY: character [12] of the key ") as caught:
+        read_api_key(AgentSection())
+    assert key not in str(caught.value)  # it may be a secret
+    file = tmp_path / "key"
+    file.write_text("ä\n", encoding="utf-8")
+    with pytest.raises(ConfigError, match=rf"^agent\.api_key_file = {file}: character 1 of the key "):
+        read_api_key(AgentSection(api_key_file=str(file)))
+
+
+def test_an_api_key_of_printable_ascii_is_taken(monkeypatch):
+    monkeypatch.setenv("VLLM_API_KEY", "a b~!")
+    assert read_api_key(AgentSection()) == "a b~!"
 
 
 async def test_an_agent_gives_up_a_server_that_does_not_come(start):

@@ -315,5 +315,12 @@ def test_settings_of_agents_that_the_cluster_chooses_are_refused(assignment):
     assert refused.value.param == assignment.partition("=")[0]
 
 
+@pytest.mark.parametrize("key", [os.fsdecode(b"a\xff"), "aä"])
+def test_an_api_key_that_no_header_can_hold_is_refused_before_engines_start(monkeypatch, key):
+    monkeypatch.setenv("VLLM_API_KEY", key)
+    with pytest.raises(ConfigError, match=r"^\$VLLM_API_KEY: character 2 of the key "):
+        cluster_of("vllm")
+
+
 def test_the_supported_versions_are_those_of_the_plug_in():
     assert set(vllm_preflight.SUPPORTED_MINORS) == set(SUPPORTED_MINORS)

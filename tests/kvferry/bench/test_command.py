@@ -77,6 +77,13 @@ def test_address_that_is_none_is_refused_by_name(flags):
     assert result.exception.message.startswith("--url = 'http://127.0.0.1:abc': ")
 
 
+def test_a_model_name_that_no_request_can_hold_is_refused_before_the_load(bench, server):
+    result = bench("--model", os.fsdecode(b"a\xff"), "--num-requests", "1")
+    assert isinstance(result.exception, ConfigError)
+    assert result.exception.message.startswith("--model: character 2 of the text is a byte that is not UTF-8")
+    assert server.bodies == []
+
+
 @pytest.mark.parametrize("name", ["no/such/folder/x.json", ""])
 def test_file_that_cannot_be_written_is_refused_before_the_load(bench, server, tmp_path, name):
     result = bench("--num-requests", "1", "--json", str(tmp_path / name))
