@@ -13,7 +13,9 @@ from dataclasses import dataclass
 
 from router.dispatch.members import WorkerKey
 
-_MAX_FORMER = 1024  # remembered processes; if one that lives is forgotten, two of one name may replace each other once
+# Remembered processes, of all names together. One that is forgotten and asks again is taken for the newest. So if more than
+# this live and are refused, all of their names change hands again and again.
+_MAX_FORMER = 1024
 
 
 @dataclass(slots=True)
