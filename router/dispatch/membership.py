@@ -368,7 +368,8 @@ def _refuse(peer: bytes, code: str, message: str, *, retryable: bool = False) ->
 
 def _refuse_duplicate(peer: bytes, key: WorkerKey) -> ReplyToPeer:
     message = (
-        f"another process has registered as {key.engine_id} since: give each worker an engine_id of its own, or stop one; "
-        "this one is taken in again once the other has left"
+        f"another process has registered as {key.engine_id} since: give each worker an engine_id of its own, or stop this one, "
+        "which gets no requests here; it is taken in again once the other has left, and while that one drains, new requests "
+        "that no other worker can serve are refused"
     )
     return _refuse(peer, DUPLICATE_ENGINE_ID, message)
