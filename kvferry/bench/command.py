@@ -59,8 +59,7 @@ def bench(  # noqa: PLR0913, PLR0917 - one parameter per flag
     from kvferry.bench.run import first_model, print_report, run_with_progress
     from kvferry.bench.workload import SyntheticShape, TraceShape, new_seed, parse_range, synthetic_workload, trace_workload
 
-    base_url = _base_url(url)
-    check_text({"--model": model})
+    base_url = _base_url(url, model)
     slos, seed = parse_slos(goodput or []), new_seed() if seed is None else seed
     if trace is None:
         prompt_low, prompt_high = parse_range(prompt_tokens or DEFAULT_PROMPT, "prompt-tokens")
@@ -82,7 +81,8 @@ def bench(  # noqa: PLR0913, PLR0917 - one parameter per flag
         _refuse_beside_trace({"rate": rate, **lengths})
         cut = TraceShape(num_requests, length_scale, time_scale, max_prompt_tokens, max_output_tokens, text, seed=seed)
         requests = trace_workload(trace, cut)
-    target = Target(base_url, model or first_model(base_url, api_key), api_key, ignore_eos)
+    model = model or first_model(base_url, api_key)
+    target = Target(base_url=base_url, model=model, api_key=api_key, ignore_eos=ignore_eos)
     _check_writable(json_file)  # before the load, so that its figures are not lost
     results, duration_s = run_with_progress(target, requests, concurrency, timeout_s)
     print_report(report := msgspec.structs.replace(make_report(results, duration_s, slos), seed=seed), Console())
@@ -90,9 +90,10 @@ def bench(  # noqa: PLR0913, PLR0917 - one parameter per flag
     raise typer.Exit(1 if report.num_failed else 0)
 
 
-def _base_url(url: str) -> str:
-    """Return an address up to and without /v1, checked."""
+def _base_url(url: str, model: str) -> str:
+    """Return the address up to and without /v1. Both are checked."""
     check_address(url, "--url")
+    check_text({"--model": model})
     return url.rstrip("/").removesuffix("/v1")
 
 
