@@ -7,6 +7,7 @@ that is done; the next move sees the ones before it, and another router hears of
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
@@ -28,7 +29,8 @@ LEAST_RATIO = 2.0  # of the time until the prompt is computed where it is, to th
 NEARLY_IDLE_S = 1.0
 MOST_MOVES = 8  # per tick
 _MOST_IN_VAIN = 4  # prompts that are looked at per tick, and stay
-_LOOK_AGAIN_S = 2.0
+_LOOK_AGAIN_S = 2.0  # after the first look at a prompt in vain, twice as long after each further one
+_MAX_DOUBLINGS = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,22 +83,30 @@ class QueueMoves:
         self._inflight = inflight
         self._placement = placement
         self._queues = queues
+        self._in_vain_at: dict[WorkerKey, float] = {}  # when the looks of a tick have ended at a worker in vain
 
     def find(self, now: float) -> Iterator[tuple[RequestState, Found, float]]:
-        """Yield the prompts that should move, where to, and what that gains; each moves before the next is looked for."""
+        """Yield the prompts that should move, where to, and what that gains; each moves before the next is looked for.
+
+        Prompts that stay are not to hide others: they are asked ever less often, and their worker's turn is the last for a while.
+        """
         workers = self._membership.workers
         if self._membership.pauses.is_settling(now) or not self._idle(workers, now):
             return
         num_moves = num_in_vain = 0
-        for source in sorted(self._crowded(workers, now), key=lambda worker: -self._queues.wait_s(worker, now)):
+        self._in_vain_at = {key: at for key, at in self._in_vain_at.items() if now < at + _LOOK_AGAIN_S}
+        for source in sorted(self._crowded(workers, now), key=lambda worker: self._turn(worker, now)):
             for request in self._unbegun(source, now):
                 idle = self._idle(workers, now)
-                if not idle or num_moves >= MOST_MOVES or num_in_vain >= _MOST_IN_VAIN:
+                if not idle or num_moves >= MOST_MOVES:
+                    return
+                if num_in_vain >= _MOST_IN_VAIN:
+                    self._in_vain_at[source.key] = now
                     return
                 found = self._placement.find_among(request, idle, now, self._waiting.kept_from(request, now))
                 gain_s = self._gain_s(request, source, found, now) if found is not None else 0.0
                 if found is None or not gain_s:
-                    request.placed.stays_until = now + _LOOK_AGAIN_S
+                    _let_stay(request, now)
                     num_in_vain += 1
                     continue
                 num_moves += 1
@@ -131,6 +141,10 @@ class QueueMoves:
         able = (worker for worker in workers if worker.num_waiting > worker.num_moved and not worker.why_unresponsive)
         return [worker for worker in able if self._queues.wait_s(worker, now) >= LEAST_GAIN_S]
 
+    def _turn(self, worker: GenerationWorker, now: float) -> tuple[float, float]:
+        """Return the order of a source: the most crowded first, after these the one that was looked at in vain least recently."""
+        return self._in_vain_at.get(worker.key, -math.inf), -self._queues.wait_s(worker, now)
+
     # ---- prompts -----------------------------------------------------------------------------------------------------
 
     def _unbegun(self, worker: GenerationWorker, now: float) -> Iterator[RequestState]:
@@ -147,6 +161,12 @@ class QueueMoves:
         num_others = heartbeat.num_other_routers if heartbeat is not None else 0
         gain_s = left_s - there_s - lost_s
         return gain_s if gain_s >= LEAST_GAIN_S + num_others * NEARLY_IDLE_S and left_s >= LEAST_RATIO * there_s else 0.0
+
+
+def _let_stay(request: RequestState, now: float) -> None:
+    """Note that a prompt was asked in vain."""
+    request.placed.stays_until = now + _LOOK_AGAIN_S * 2.0 ** min(request.placed.num_stays, _MAX_DOUBLINGS)
+    request.placed.num_stays += 1
 
 
 def _may_move(request: RequestState, now: float) -> bool:

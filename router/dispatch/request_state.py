@@ -157,6 +157,7 @@ class Placed:
     prompt_until: float = 0.0  # when the prompt will be computed; 0 = not known
     patience_ms: float = 0.0  # how long shorter prompts that come later may be computed first
     stays_until: float = 0.0  # when it is asked again whether another worker would be much sooner
+    num_stays: int = 0  # how often that was asked in vain
 
 
 @dataclass(slots=True)

@@ -5,10 +5,13 @@ A prompt of ``LONG`` tokens is predicted to take a little more than a second, on
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 
 from core.errors import Overloaded
 from core.wire.messages import Abort, ErrorInfo, Generate
+from core.wire.sampling import SamplingParams
 from router.dispatch.members import WorkerKey
 from router.dispatch.progress import Standing
 
@@ -287,6 +290,42 @@ def test_no_tick_asks_for_many_prompts_what_none_of_them_gains(crowded, monkeypa
     tick(bench)
     assert asked[4:] == ["r45", "r44", "r43", "r42"], "the same ones are not asked again at once"
     assert moved(bench) == []
+
+
+def test_many_prompts_that_stay_do_not_hide_the_earlier_ones_of_their_worker(crowded):
+    bench = crowded(20)
+    submit(bench, *(f"big{number}" for number in range(40)), prompt=SHORT, sampling=SamplingParams(seed=7, max_tokens=60_000))
+    bench.join("p1", **{**LARGE, "max_model_len": 50_000})
+    for _ in range(24):
+        bench.heartbeat("p0", num_running=1, num_waiting=59)
+        tick(bench)
+    assert moved(bench)[:1] == ["r19"]
+
+
+def test_many_prompts_that_stay_do_not_hide_those_of_another_worker(crowded):
+    bench = crowded(0)
+    submit(bench, *(f"big{number}" for number in range(40)), sampling=SamplingParams(seed=7, max_tokens=60_000))
+    bench.heartbeat("p0", num_running=1, num_waiting=39, is_draining=True)
+    bench.join("p2", **{**LARGE, "max_model_len": 50_000})
+    submit(bench, *(f"s{number}" for number in range(10)))
+    bench.heartbeat("p2", num_running=1, num_waiting=9)
+    bench.join("p1", **{**LARGE, "max_model_len": 50_000})
+    tick(bench, 2)
+    assert moved(bench) == ["s9"]
+
+
+def test_a_prompt_that_stays_is_asked_ever_less_often(crowded):
+    bench = crowded(request_timeout_s=600.0)
+    bench.join("p1", **{**LARGE, "max_model_len": LONG})
+    placed, asked_at = bench.core.dispatcher.requests["r9"].placed, []
+    for _ in range(300):
+        bench.heartbeat("p0", num_running=1, num_waiting=9)
+        bench.heartbeat("p1")
+        bench.heartbeat("d0")
+        tick(bench)
+        if placed.num_stays > len(asked_at):
+            asked_at.append(bench.now)
+    assert [later - earlier for earlier, later in pairwise(asked_at)] == [2.0, 4.0, 8.0, 16.0, 32.0]
 
 
 def test_a_paused_router_moves_nothing_before_it_has_read_what_has_happened(crowded):
