@@ -8,9 +8,9 @@ that is done; the next move sees the ones before it, and another router hears of
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from itertools import islice
 
 from core.wire.messages import Abort
 from router.dispatch.attempts import Attempts
@@ -53,13 +53,18 @@ class Queues:
         """Return the wire ids of the prompts of this router at a worker, the one that it will compute last first."""
         return self.costs.backlog(worker).last_first() if self.costs.is_enabled else self.estimates.last_first(worker)
 
+    def begun(self, worker: WorkerKey) -> str | None:
+        """Return the wire id of the prompt that a worker computes now as predicted; None where that is not known."""
+        return self.costs.backlog(worker).running
+
     def times_s(self, request: RequestState, source: GenerationWorker, found: Found, now: float) -> tuple[float, float, float]:
         """Return when a prompt is computed if it stays, and on a route; and what the latter costs later prompts."""
         wire_id, tenant = request.wire_id, request.submission.tenant
         prompt, offer = self.costs.backlog(source.key).prompts.get(wire_id), found.offer
         if prompt is not None and offer is not None:
             lost_ms = REUSE_WEIGHT * max(0.0, offer.own_ms - prompt.predicted_ms)  # as in the score of a placement
-            return self.costs.left_s(source, wire_id, now, tenant), offer.ttft_ms / 1e3, lost_ms / 1e3
+            left_s = self.costs.left_s(source, wire_id, now, tenant, request.placed.prompt_until - now)
+            return left_s, offer.ttft_ms / 1e3, lost_ms / 1e3
         left_s = self.estimates.left_s(wire_id, now, tenant if source.facts.has_fair_shares else None)
         wait_s = self.estimates.wait_s(found.route.workers[0].key, now)
         return left_s, wait_s + self.estimates.own_s(wire_id), 0.0
@@ -88,7 +93,7 @@ class QueueMoves:
     def find(self, now: float) -> Iterator[tuple[RequestState, Found, float]]:
         """Yield the prompts that should move, where to, and what that gains; each moves before the next is looked for.
 
-        Prompts that stay are not to hide others: they are asked ever less often, and their worker's turn is the last for a while.
+        Prompts that stay hide no others: they are asked ever less often, and their worker's turn is the last for a while.
         """
         workers = self._membership.workers
         if self._membership.pauses.is_settling(now) or not self._idle(workers, now):
@@ -142,17 +147,31 @@ class QueueMoves:
         return [worker for worker in able if self._queues.wait_s(worker, now) >= LEAST_GAIN_S]
 
     def _turn(self, worker: GenerationWorker, now: float) -> tuple[float, float]:
-        """Return the order of a source: the most crowded first, after these the one that was looked at in vain least recently."""
+        """Return the order of a source: the most crowded first, then those that were looked at in vain, the latest last."""
         return self._in_vain_at.get(worker.key, -math.inf), -self._queues.wait_s(worker, now)
 
     # ---- prompts -----------------------------------------------------------------------------------------------------
 
     def _unbegun(self, worker: GenerationWorker, now: float) -> Iterator[RequestState]:
-        """Yield the prompts that a worker has most probably not begun, by its last heartbeat, and that may move; last first."""
-        for name in islice(self._queues.last_first(worker.key), max(0, worker.num_waiting - worker.num_moved)):
-            request = self._attempts.get(name)
-            if request is not None and request.current == worker.key and _may_move(request, now):
+        """Yield the prompts that a worker has most probably not begun, by its last heartbeat, and that may move; last first.
+
+        So many have begun at most as do not surely wait. Which ones is not known where tenants have fair shares, or where some
+        have priority: the worker computes those of one tenant and priority in order, so as many of each may be begun.
+        """
+        names, num_waiting = list(self._queues.last_first(worker.key)), _num_surely_waiting(worker)
+        if num_waiting <= 0:
+            return
+        num_begun = max(len(names) - num_waiting, worker.num_running if worker.role == "prefill" else 0, 1)
+        begun = self._queues.begun(worker.key)
+        requests = [request for name in names if (request := self._attempts.get(name)) and request.current == worker.key]
+        if worker.facts.has_patience:
+            requests.sort(key=lambda request: -request.submission.priority)
+        num_left = Counter(_order_of(request, worker) for request in requests)
+        for request in requests:
+            order = _order_of(request, worker)
+            if num_left[order] > num_begun and request.wire_id != begun and _may_move(request, now):
                 yield request
+            num_left[order] -= 1
 
     def _gain_s(self, request: RequestState, source: GenerationWorker, found: Found, now: float) -> float:
         """Return how much sooner a prompt would be computed on a route; 0 if that is not worth a move."""
@@ -161,6 +180,20 @@ class QueueMoves:
         num_others = heartbeat.num_other_routers if heartbeat is not None else 0
         gain_s = left_s - there_s - lost_s
         return gain_s if gain_s >= LEAST_GAIN_S + num_others * NEARLY_IDLE_S and left_s >= LEAST_RATIO * there_s else 0.0
+
+
+def _num_surely_waiting(worker: GenerationWorker) -> int:
+    """Return how many prompts of this router wait at a worker, at least: all that other routers have there may wait, too."""
+    heartbeat = worker.heartbeat
+    if heartbeat is None or (heartbeat.num_queued_tokens_of_others and not heartbeat.num_queued_prompts_of_others):
+        return 0
+    return heartbeat.num_waiting - worker.num_moved - heartbeat.num_queued_prompts_of_others
+
+
+def _order_of(request: RequestState, worker: GenerationWorker) -> tuple[int, int]:
+    """Return what is equal for prompts that a worker begins in the order in which they are due."""
+    wanted, facts = request.submission, worker.facts
+    return wanted.tenant if facts.has_fair_shares else 0, wanted.priority if facts.has_patience else 0
 
 
 def _let_stay(request: RequestState, now: float) -> None:

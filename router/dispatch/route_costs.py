@@ -192,10 +192,15 @@ class RouteCosts:
         known = self._workers.get(worker)
         return known.backlog if known is not None else Backlog()
 
-    def left_s(self, worker: GenerationWorker, request_id: str, now: float, tenant: int) -> float:
-        """Return in how many seconds a worker will have computed a prompt of its backlog."""
+    def left_s(self, worker: GenerationWorker, request_id: str, now: float, tenant: int, foreseen_s: float) -> float:
+        """Return in how many seconds a worker will have computed a prompt of its backlog.
+
+        Those of other routers that it has got since the prompt was placed come later: they delay it no further than
+        ``foreseen_s``, in which it was then predicted to be computed.
+        """
         known, fair_to = self._worker(worker), tenant if worker.facts.has_fair_shares else None
-        return (known.backlog.left_ms(request_id, now * 1e3, fair_to) + known.wait_of_others_ms(now * 1e3)) / 1e3
+        own_ms, others_ms = known.backlog.left_ms(request_id, now * 1e3, fair_to), known.wait_of_others_ms(now * 1e3)
+        return max(own_ms, min(own_ms + others_ms, foreseen_s * 1e3)) / 1e3
 
     def num_queued_tokens(self, worker: WorkerKey) -> int:
         """Return how many tokens of this router's prompts a worker has yet to compute."""

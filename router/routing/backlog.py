@@ -84,6 +84,11 @@ class Backlog:
             wait_ms -= self._fair_part(tenants_ms, wait_ms, tenant, running)
         return max(0.0, wait_ms), num_delayed
 
+    @property
+    def running(self) -> str | None:
+        """The name of the prompt that the worker computes, as predicted."""
+        return self._running
+
     def last_first(self) -> list[str]:
         """Return the names of its prompts, the one that is due last first; of equal ones the latest."""
         return sorted(self.prompts, key=lambda name: self.prompts[name].due_ms)[::-1]

@@ -214,6 +214,48 @@ def test_prompts_that_a_worker_has_begun_stay(crowded):
     assert moved(bench) == ["r9"], "no more than have waited at its last heartbeat"
 
 
+def test_the_prompt_of_another_tenant_that_is_most_probably_computed_next_stays(crowded):
+    bench = crowded(0)
+    bench.join("p0", **LARGE, has_fair_shares=True)
+    submit(bench, *(f"r{number}" for number in range(30)), tenant=1)
+    submit(bench, "other", prompt=30_000, tenant=2)
+    bench.now = 1.06
+    done(bench, "r0", "p0")
+    bench.now = 2.12
+    done(bench, "r1", "p0")
+    bench.now = 5.0
+    bench.heartbeat("p0", num_running=1, num_waiting=28)
+    bench.heartbeat("d0")
+    bench.join("p1", **LARGE)
+    tick(bench)
+    assert moved(bench) == ["r29"], "the worker computes 'other' since it has had the least service"
+
+
+def test_an_urgent_prompt_that_is_most_probably_computed_next_stays(crowded):
+    bench = crowded(0)
+    bench.join("p0", **LARGE, has_patience=True)
+    submit(bench, *(f"r{number}" for number in range(10)))
+    submit(bench, "urgent", prompt=20_000, priority=-10)
+    bench.now = 1.06
+    done(bench, "r0", "p0")
+    bench.now = 3.0
+    bench.heartbeat("p0", num_running=1, num_waiting=9)
+    bench.heartbeat("d0")
+    bench.join("p1", **LARGE)
+    tick(bench)
+    assert moved(bench) == ["r9"]
+
+
+def test_prompts_that_have_come_before_a_heartbeat_but_have_been_begun_since_stay(crowded):
+    bench = crowded(5)
+    bench.heartbeat("p0", num_running=2, num_waiting=3)
+    done(bench, "r0", "p0")
+    done(bench, "r1", "p0")
+    requests = bench.core.dispatcher.requests
+    unbegun = bench.core.dispatcher._moves._unbegun(bench.core.membership.by_peer(b"p0"), bench.now)
+    assert list(unbegun) == [requests["r4"]], "r2 and r3 may be computed now"
+
+
 def test_a_prompt_that_is_read_early_or_has_embeddings_stays(crowded):
     bench = crowded()
     bench.core.dispatcher.requests["r9"].attempt.early_decode = WorkerKey("d0", 1)
@@ -366,6 +408,30 @@ def test_two_routers_see_each_others_moves_before_they_move_more(crowded):
     first.heartbeat("p1", num_other_routers=1)
     tick(first)
     assert moved(first) == ["r9", "r8"]
+
+
+@pytest.mark.parametrize("num_prompts_of_others", [10, 0], ids=["told", "not told"])
+def test_a_prompt_stays_if_all_that_wait_may_be_those_of_other_routers(crowded, num_prompts_of_others):
+    bench = crowded(1, prompt=30_000)
+    bench.now = 3.0
+    others = {"num_queued_tokens_of_others": 100_000, "num_queued_prompts_of_others": num_prompts_of_others}
+    bench.heartbeat("p0", num_running=1, num_waiting=10, num_other_routers=1, **others)
+    bench.join("p1", **LARGE)
+    tick(bench)
+    assert moved(bench) == []
+
+
+@pytest.mark.parametrize(("is_known", "moves"), [(False, []), (True, ["r2"])])
+def test_prompts_of_other_routers_delay_only_those_that_came_after_them(crowded, is_known, moves):
+    bench = crowded(0)
+    others = {"num_queued_tokens_of_others": 100_000, "num_queued_prompts_of_others": 10, "num_other_routers": 1}
+    if is_known:
+        bench.heartbeat("p0", num_running=1, num_waiting=9, **others)
+    submit(bench, "r0", "r1", "r2")
+    bench.heartbeat("p0", num_running=1, num_waiting=12, **others)
+    bench.join("p1", **LARGE)
+    tick(bench)
+    assert moved(bench) == moves
 
 
 # ---- tenants ---------------------------------------------------------------------------------------------------------------
