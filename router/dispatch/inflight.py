@@ -7,6 +7,9 @@ these choices.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
 from router.dispatch.members import Member, WorkerKey
 from router.dispatch.request_state import InflightCount, RequestState
 
@@ -41,6 +44,16 @@ class InflightCounts:
             held.worker.num_reserved -= held.count - count if held.is_reserved else 0
             request.inflight[held.worker.key] = InflightCount(held.worker, count, held.is_reserved)
 
+    @contextmanager
+    def without(self, request: RequestState) -> Iterator[None]:
+        """Leave out the counts of a request that looks for another route, on which it would free them."""
+        held = list(request.inflight.values())
+        _add(request, held, -1)
+        try:
+            yield
+        finally:
+            _add(request, held, 1)
+
     def free(self, request: RequestState, key: WorkerKey) -> None:
         """Remove the count at a worker, if there is one."""
         held = request.inflight.pop(key, None)
@@ -55,3 +68,11 @@ class InflightCounts:
         """Remove all counts of a request."""
         for key in list(request.inflight):
             self.free(request, key)
+
+
+def _add(request: RequestState, counts: Iterable[InflightCount], sign: int) -> None:
+    """Add counts of a request to those of its workers, or with -1 subtract them."""
+    for held in counts:
+        held.worker.num_inflight += sign * held.count
+        held.worker.num_inflight_tokens += sign * held.count * request.submission.num_tokens
+        held.worker.num_reserved += sign * held.count if held.is_reserved else 0

@@ -83,9 +83,14 @@ class Placement:
         """Return a good route of a prompt that has a worker, on which one of ``targets`` computes it at once; None without one.
 
         What it costs is asked last, since a long prompt takes long. A worker that has failed it comes after the others, not one
-        whose failure counts, nor a pair with failing handoffs.
+        whose failure counts, nor a pair with failing handoffs. It may take the place again that it has at a decode worker.
         """
-        targets -= set(request.retries.blamed)
+        with self._inflight.without(request):
+            return self._find_among(request, targets - set(request.retries.blamed), now, kept - request.inflight.keys())
+
+    def _find_among(
+        self, request: RequestState, targets: frozenset[WorkerKey], now: float, kept: frozenset[WorkerKey]
+    ) -> Found | None:
         others = {worker.key for worker in self._membership.workers if worker.role != "decode"} - targets
         demand = replace(self._demand(request, now), kept=kept | others)
         try:

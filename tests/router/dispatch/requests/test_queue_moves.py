@@ -117,6 +117,33 @@ def test_prompts_move_between_pairs_and_aggregated_workers(crowded):
     assert sent_to(bench, "a1") == ["r9.2"]
 
 
+@pytest.mark.parametrize("num_choices", [1, 3])
+def test_prompts_move_while_their_reservations_fill_the_decode_worker(crowded, num_choices):
+    bench = crowded(0)
+    bench.join("d0", **LARGE, max_num_choices=10 * num_choices)
+    submit(bench, *(f"r{number}" for number in range(10)), n=num_choices)
+    bench.heartbeat("p0", num_running=1, num_waiting=9)
+    bench.join("p1", **LARGE)
+    tick(bench)
+    assert moved(bench) == ["r9"]
+    workers = [bench.core.membership.by_peer(name) for name in (b"p0", b"p1", b"d0")]
+    assert [worker.num_inflight for worker in workers] == [9 * num_choices, num_choices, 10 * num_choices]
+    assert workers[2].num_reserved == 10 * num_choices
+
+
+def test_a_look_in_vain_changes_no_count(crowded):
+    bench = crowded()
+    bench.join("p1", **{**LARGE, "max_model_len": LONG})
+    workers = [bench.core.membership.by_peer(name) for name in (b"p0", b"p1", b"d0")]
+
+    def counts() -> list[tuple[int, int, int]]:
+        return [(worker.num_inflight, worker.num_inflight_tokens, worker.num_reserved) for worker in workers]
+
+    before = counts()
+    tick(bench, 4)
+    assert (counts(), moved(bench)) == (before, [])
+
+
 def test_a_prompt_moves_once(crowded):
     bench = crowded()
     bench.join("p1", **LARGE)
