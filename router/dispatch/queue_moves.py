@@ -176,10 +176,14 @@ class QueueMoves:
     def _gain_s(self, request: RequestState, source: GenerationWorker, found: Found, now: float) -> float:
         """Return how much sooner a prompt would be computed on a route; 0 if that is not worth a move."""
         left_s, there_s, lost_s = self._queues.times_s(request, source, found, now)
-        heartbeat = found.route.workers[0].heartbeat
-        num_others = heartbeat.num_other_routers if heartbeat is not None else 0
         gain_s = left_s - there_s - lost_s
-        return gain_s if gain_s >= LEAST_GAIN_S + num_others * NEARLY_IDLE_S and left_s >= LEAST_RATIO * there_s else 0.0
+        return gain_s if gain_s >= self._least_gain_s() and left_s >= LEAST_RATIO * there_s else 0.0
+
+    def _least_gain_s(self) -> float:
+        """Return the least gain of a move beside the other routers that any worker tells of: one that joins tells nothing yet."""
+        heartbeats = (worker.heartbeat for worker in self._membership.workers)
+        num_others = max((heartbeat.num_other_routers for heartbeat in heartbeats if heartbeat is not None), default=0)
+        return LEAST_GAIN_S + num_others * NEARLY_IDLE_S
 
 
 def _num_surely_waiting(worker: GenerationWorker) -> int:

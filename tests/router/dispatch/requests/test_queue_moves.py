@@ -420,6 +420,14 @@ def test_each_other_router_that_may_do_the_same_raises_the_least_gain(crowded, n
     assert moved(bench) == moves
 
 
+def test_a_worker_that_has_just_joined_does_not_hide_the_other_routers(crowded):
+    bench = crowded(8)
+    bench.heartbeat("p0", num_running=1, num_waiting=7, num_other_routers=6)
+    bench.join("p1", **LARGE)
+    tick(bench)
+    assert moved(bench) == []
+
+
 def test_two_routers_see_each_others_moves_before_they_move_more(crowded):
     routers = [crowded(), crowded()]
     for rank, bench in enumerate(routers):
