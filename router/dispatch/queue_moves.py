@@ -180,7 +180,7 @@ class QueueMoves:
         return gain_s if gain_s >= self._least_gain_s() and left_s >= LEAST_RATIO * there_s else 0.0
 
     def _least_gain_s(self) -> float:
-        """Return the least gain of a move beside the other routers that any worker tells of: one that joins tells nothing yet."""
+        """Return the least gain of a move beside the other routers, as any worker tells: one that joins has not told yet."""
         heartbeats = (worker.heartbeat for worker in self._membership.workers)
         num_others = max((heartbeat.num_other_routers for heartbeat in heartbeats if heartbeat is not None), default=0)
         return LEAST_GAIN_S + num_others * NEARLY_IDLE_S

@@ -417,12 +417,12 @@ class RouteCosts:
         self._unjudged.pop(request_id, None)
         if request_id in self._placed:
             self.contents.drop(request_id)
-            self._leave_backlog(request_id, now)
+            self._leave_backlog(request_id, now, is_computed=False)
 
-    def _leave_backlog(self, request_id: str, now: float) -> None:
+    def _leave_backlog(self, request_id: str, now: float, *, is_computed: bool = True) -> None:
         placed = self._placed.pop(request_id, None)
         if placed is not None and placed.worker in self._workers:
-            self._workers[placed.worker].backlog.remove(request_id, now * 1e3)
+            self._workers[placed.worker].backlog.remove(request_id, now * 1e3, is_computed=is_computed)
 
     def join(self, worker: GenerationWorker) -> None:
         """Expect reports of a new member."""

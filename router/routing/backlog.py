@@ -43,7 +43,7 @@ class Backlog:
 
     def add(self, request_id: str, prompt: QueuedPrompt, now_ms: float) -> None:
         """Record a prompt that was sent to the worker; a known id is replaced."""
-        self.remove(request_id, now_ms)
+        self.remove(request_id, now_ms, is_computed=False)
         self.prompts[request_id] = prompt
         self.num_new_tokens += prompt.num_new_tokens
         self._tenant_ms[prompt.tenant] = self._tenant_ms.get(prompt.tenant, 0.0) + prompt.predicted_ms
@@ -55,14 +55,17 @@ class Backlog:
         if self._running is None:
             self._running, self._since_ms = request_id, now_ms
 
-    def remove(self, request_id: str, now_ms: float) -> QueuedPrompt | None:
-        """Record that a prompt has been computed or has left otherwise; return it, or None if it is unknown."""
+    def remove(self, request_id: str, now_ms: float, *, is_computed: bool = True) -> QueuedPrompt | None:
+        """Record that a prompt has been computed or has left otherwise; return it, or None if it is unknown.
+
+        One that is computed, and not the one that is late, shows what the worker does. One that leaves its queue shows nothing.
+        """
         prompt = self.prompts.pop(request_id, None)
         if prompt is None:
             return None
-        is_late = request_id == self._running or now_ms - self._since_ms > self._predicted_ms_of_running()
+        is_late = is_computed and now_ms - self._since_ms > self._predicted_ms_of_running()
         self._forget(request_id, prompt)
-        if is_late:
+        if is_late or request_id == self._running:
             self._running, self._since_ms = self._first_due(), now_ms
         return prompt
 

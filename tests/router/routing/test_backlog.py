@@ -37,6 +37,24 @@ def test_a_completion_corrects_the_wait():
     assert backlog.work_ms(310) == 30
 
 
+def test_a_waiting_prompt_that_leaves_does_not_make_a_late_one_begin_anew():
+    backlog = Backlog()
+    for number, name in enumerate("abc"):
+        backlog.add(name, prompt(100, number), 0)
+    backlog.remove("c", 300, is_computed=False)
+    assert backlog.work_ms(300) == 100
+    backlog.remove("a", 310, is_computed=False)
+    assert backlog.work_ms(330) == 80, "the running one has left: the next begins"
+
+
+def test_a_prompt_that_is_computed_before_a_late_one_shows_that_it_was_not_begun():
+    backlog = Backlog()
+    for number, name in enumerate("ab"):
+        backlog.add(name, prompt(100, number), 0)
+    backlog.remove("b", 300)
+    assert backlog.work_ms(310) == 90
+
+
 def test_the_prompt_due_first_runs_next():
     backlog = Backlog()
     backlog.add("a", prompt(100, 0), 0)
@@ -76,17 +94,17 @@ class PlainBacklog:
         self.prompts, self.running, self.since = {}, None, 0.0
 
     def add(self, name, queued, now):
-        self.remove(name, now)
+        self.remove(name, now, is_computed=False)
         self.prompts[name] = queued
         if self.running is None:
             self.running, self.since = name, now
 
-    def remove(self, name, now):
+    def remove(self, name, now, is_computed):
         queued = self.prompts.pop(name, None)
         if queued is None:
             return
         running = self.prompts.get(self.running)
-        if name == self.running or (running is not None and now - self.since > running.predicted_ms):
+        if name == self.running or (is_computed and running is not None and now - self.since > running.predicted_ms):
             self.running = min(self.prompts, key=lambda each: self.prompts[each].due_ms, default=None)
             self.since = now
 
@@ -107,7 +125,7 @@ class PlainBacklog:
 
 STEPS = st.lists(
     st.tuples(
-        st.sampled_from(("add", "add", "add", "remove")),
+        st.sampled_from(("add", "add", "add", "remove", "leave")),
         st.integers(0, 7),  # which prompt
         st.floats(0, 500),  # predicted
         st.floats(0, 300),  # patience
@@ -128,7 +146,7 @@ def test_a_wait_is_what_a_look_at_every_prompt_finds(steps, has_patience):
                 queued = QueuedPrompt(10, ms, now + patience * has_patience, tenant)
                 backlog.add(f"r{number}", queued, now)
             else:
-                backlog.remove(f"r{number}", now)
+                backlog.remove(f"r{number}", now, is_computed=kind == "remove")
         now += pause
         for due in (now, now + 150.0, float("inf")):
             for of in (None, 0, 1):

@@ -484,6 +484,23 @@ def test_a_prompt_that_its_share_lets_pass_the_others_stays(crowded):
     assert bench.generated("p1").tenant == 1
 
 
+def test_moves_from_behind_a_late_prompt_stop_when_the_rest_gains_little(crowded):
+    bench = crowded(1, prompt=30_000, request_timeout_s=600.0)
+    submit(bench, *(f"q{number}" for number in range(6)))
+    bench.now = 6.0
+    bench.join("p1", **LARGE)
+    for _ in range(24):
+        bench.heartbeat("p0", num_running=1, num_waiting=6 - len(bench.moves))
+        bench.heartbeat("p1")
+        bench.heartbeat("d0")
+        num_moves = len(bench.moves)
+        tick(bench)
+        for move in bench.moves[num_moves:]:
+            done(bench, f"{move.request_id}.2", "p1")
+    assert moved(bench) == ["q5", "q4", "q3"]
+    assert [move.gain_s for move in bench.moves] == pytest.approx([5.3, 4.24, 3.18], abs=0.01)
+
+
 # ---- by load ---------------------------------------------------------------------------------------------------------------
 
 
