@@ -42,7 +42,7 @@ class Queues:
 
     def wait_s(self, worker: GenerationWorker, now: float) -> float:
         """Return how long a new prompt waits at a worker for all others."""
-        return self.costs.wait_s(worker, now) if self.costs.is_enabled else self.estimates.wait_s(worker.key, now)
+        return self.costs.wait_s(worker, now) if self.costs.is_enabled else self.estimates.work_s(worker.key, now)
 
     def is_unknown(self, worker: GenerationWorker) -> bool:
         """Return True if a worker has prompts whose times are not known."""
@@ -66,7 +66,7 @@ class Queues:
             left_s = self.costs.left_s(source, wire_id, now, tenant, request.placed.prompt_until - now)
             return left_s, offer.ttft_ms / 1e3, lost_ms / 1e3
         left_s = self.estimates.left_s(wire_id, now, tenant if source.facts.has_fair_shares else None)
-        wait_s = self.estimates.wait_s(found.route.workers[0].key, now)
+        wait_s = self.estimates.work_s(found.route.workers[0].key, now)
         return left_s, wait_s + self.estimates.own_s(wire_id), 0.0
 
 

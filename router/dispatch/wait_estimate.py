@@ -39,15 +39,23 @@ class _Queue:
             return 0.0
         return max(0.0, self._time_s(*self._before(tenant)) - (now - self.since))
 
+    def work_s(self, now: float, tenant: int | None = None) -> float:
+        return max(0.0, self._time_s(*self._before(tenant)) - self._spent_s(now))
+
     def left_s(self, request_id: str, now: float) -> float:
         """Return the time until one of the prompts is computed, if they are computed in the order in which they came."""
         names = list(self.prompts)
         num_prompts = names.index(request_id) + 1
         num_tokens = self.num_tokens - sum(self.prompts[name] for name in names[num_prompts:])
-        return max(0.0, self._time_s(num_tokens, num_prompts) - (now - self.since))
+        return max(0.0, self._time_s(num_tokens, num_prompts) - self._spent_s(now))
 
     def own_s(self, request_id: str) -> float:
         return self._time_s(self.prompts[request_id], 1)
+
+    def _spent_s(self, now: float) -> float:
+        """Return how much of the time of its prompts has passed: what the oldest one takes longer is not spent on the others."""
+        oldest = next(iter(self.prompts), None)
+        return min(now - self.since, self.own_s(oldest)) if oldest is not None else 0.0
 
     def _time_s(self, num_tokens: float, num_prompts: float) -> float:
         if not self.done_tokens:
@@ -134,6 +142,14 @@ class WaitEstimates:
         queue = self._queues.get(worker)
         return queue.wait_s(now, tenant) if queue is not None else 0.0
 
+    def work_s(self, worker: WorkerKey, now: float) -> float:
+        """Return how many seconds a worker needs for its prompts, of which a late one has begun alone; 0 without history.
+
+        ``wait_s`` is 0 behind a prompt that is late by an unknown time: no request is refused because of that.
+        """
+        queue = self._queues.get(worker)
+        return queue.work_s(now) if queue is not None else 0.0
+
     def last_first(self, worker: WorkerKey) -> Iterator[str]:
         """Return the wire ids of a worker's prompts, the one that it got last first."""
         queue = self._queues.get(worker)
@@ -145,12 +161,12 @@ class WaitEstimates:
         return queue is not None and bool(queue.prompts) and not queue.done_tokens
 
     def left_s(self, request_id: str, now: float, tenant: int | None = None) -> float:
-        """Return how many seconds a prompt waits yet until it is computed; as ``wait_s``, and 0 if it is unknown."""
+        """Return how many seconds a prompt waits yet until it is computed; as ``work_s``, and 0 if it is unknown."""
         worker = self._places.get(request_id)
         if worker is None:
             return 0.0
         left_s = self._queues[worker].left_s(request_id, now)
-        return left_s if tenant is None else min(left_s, self._queues[worker].wait_s(now, tenant))
+        return left_s if tenant is None else min(left_s, self._queues[worker].work_s(now, tenant))
 
     def own_s(self, request_id: str) -> float:
         """Return how many seconds a prompt takes at its worker; 0 without history."""

@@ -518,6 +518,22 @@ def test_without_predictions_the_pace_of_a_worker_counts(crowded):
     assert moved(bench) == ["r9", "r8"]
 
 
+def test_without_predictions_a_slow_prompt_does_not_make_its_worker_look_idle(crowded):
+    bench = crowded(40, routing="least_loaded", request_timeout_s=600.0)
+    bench.join("p1", **LARGE)
+    bench.now = 1.06
+    done(bench, "r0", "p0")
+    tick(bench)
+    bench.now = 2.1
+    done(bench, "r39.2", "p1")
+    for _ in range(120):
+        bench.heartbeat("p0", num_running=1, num_waiting=38 - len(bench.moves))
+        bench.heartbeat("p1", num_running=1)
+        bench.heartbeat("d0")
+        tick(bench)
+    assert moved(bench) == ["r39", "r38", "r37", "r36"], "one at its start, one that is late at first, and one that waits"
+
+
 def test_without_predictions_prompts_stay_if_they_would_gain_little(crowded):
     bench = crowded(3, routing="least_loaded")
     bench.join("p1", **LARGE)
