@@ -241,6 +241,12 @@ class GenerationWorker(Member):
         num_needed = -(-num_tokens // layout.block_size) * layout.num_groups
         return num_needed <= self.facts.num_blocks - self.num_leased_blocks
 
+    def has_blocks_for(self, num_tokens: int) -> bool:
+        """Return True if a prompt's blocks fit beside those of readers, and at an aggregated worker of running requests."""
+        capacity = self.facts.num_blocks * self.facts.layout.block_size
+        has_unused = self.role == "prefill" or num_tokens + self.kv_cache_usage * capacity <= capacity
+        return has_unused and self.has_unleased_blocks(num_tokens)
+
     def has_room(self, count: int) -> bool:
         """Return True if it would admit this many more choices, as far as this router knows."""
         limit = self.facts.max_num_choices

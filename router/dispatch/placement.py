@@ -91,17 +91,18 @@ class Placement:
     def _find_among(
         self, request: RequestState, targets: frozenset[WorkerKey], now: float, kept: frozenset[WorkerKey]
     ) -> Found | None:
-        others = {worker.key for worker in self._membership.workers if worker.role != "decode"} - targets
+        workers, num_tokens = self._membership.workers, len(request.submission.prompt_token_ids)
+        able = {worker.key for worker in workers if worker.key in targets and worker.has_blocks_for(num_tokens)}
+        others = {worker.key for worker in workers if worker.role != "decode" and worker.key not in able}
         demand = replace(self._demand(request, now), kept=kept | others)
         try:
-            if choose_route(self._membership.workers, demand).workers[0].key not in targets:
+            if choose_route(workers, demand).workers[0].key not in able:
                 return None
             found = self._find(request, now, demand.kept)
         except RequestError:
             return None
         first, last = found.route.workers[0], found.route.decode
-        is_good = (first.key, last.key) not in demand.bad_pairs and first.has_unleased_blocks(demand.num_prompt_tokens)
-        return found if first.key in targets and is_good else None
+        return found if first.key in able and (first.key, last.key) not in demand.bad_pairs else None
 
     def check_room(self, request: RequestState, now: float, kept: frozenset[WorkerKey] = frozenset()) -> None:
         """Check that ``route`` would find one. What the prompt costs at each worker is not asked, since a long one takes long.

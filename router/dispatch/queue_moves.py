@@ -49,6 +49,10 @@ class Queues:
         others = worker.heartbeat.num_queued_tokens_of_others if worker.heartbeat is not None else 0
         return not self.costs.is_enabled and (others > 0 or self.estimates.is_unknown(worker.key))
 
+    def num_prompts(self, worker: WorkerKey) -> int:
+        """Return how many prompts of this router a worker has yet to compute."""
+        return self.estimates.num_prompts(worker)
+
     def last_first(self, worker: WorkerKey) -> Iterable[str]:
         """Return the wire ids of the prompts of this router at a worker, the one that it will compute last first."""
         return self.costs.backlog(worker).last_first() if self.costs.is_enabled else self.estimates.last_first(worker)
@@ -139,6 +143,8 @@ class QueueMoves:
     def _is_idle(self, worker: GenerationWorker, now: float) -> bool:
         if worker.num_present >= worker.num_slots or worker.is_refusing or self._queues.is_unknown(worker):
             return False
+        if worker.role != "prefill" and worker.num_waiting > self._queues.num_prompts(worker.key):
+            return False  # some wait for slots or blocks of running requests, not for prompts to be computed
         return self._queues.wait_s(worker, now) < NEARLY_IDLE_S
 
     def _crowded(self, workers: Iterable[GenerationWorker], now: float) -> list[GenerationWorker]:

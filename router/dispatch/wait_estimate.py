@@ -53,7 +53,7 @@ class _Queue:
         return self._time_s(self.prompts[request_id], 1)
 
     def _spent_s(self, now: float) -> float:
-        """Return how much of the time of its prompts has passed: what the oldest one takes longer is not spent on the others."""
+        """Return how much of its prompts' time has passed: what the oldest one takes longer is not spent on the others."""
         oldest = next(iter(self.prompts), None)
         return min(now - self.since, self.own_s(oldest)) if oldest is not None else 0.0
 
@@ -154,6 +154,11 @@ class WaitEstimates:
         """Return the wire ids of a worker's prompts, the one that it got last first."""
         queue = self._queues.get(worker)
         return reversed(list(queue.prompts)) if queue is not None else iter(())
+
+    def num_prompts(self, worker: WorkerKey) -> int:
+        """Return how many prompts of this router a worker has, that have no first token yet."""
+        queue = self._queues.get(worker)
+        return len(queue.prompts) if queue is not None else 0
 
     def is_unknown(self, worker: WorkerKey) -> bool:
         """Return True if a worker has prompts, and nothing is known of its pace."""

@@ -331,6 +331,32 @@ def test_nothing_moves_to_a_worker_that_could_not_begin_it_soon(crowded, load):
     assert moved(bench) == []
 
 
+@pytest.mark.parametrize(
+    "load",
+    [{"kv_cache_usage": 1.0}, {"num_running": 9, "num_waiting": 5, "kv_cache_usage": 0.5}],
+    ids=["its blocks are used", "others wait"],
+)
+def test_nothing_moves_to_an_aggregated_worker_without_free_blocks(crowded, load):
+    bench = crowded()
+    bench.join("a1", **LARGE)
+    bench.heartbeat("a1", **load)
+    tick(bench)
+    assert moved(bench) == []
+    bench.heartbeat("a1", num_running=9, kv_cache_usage=0.5)
+    tick(bench, 12)
+    assert sent_to(bench, "a1")[:1] == [f"{moved(bench)[0]}.2"]
+
+
+def test_a_full_worker_does_not_hide_another_one_that_has_room(crowded):
+    bench = crowded()
+    for name in ("a1", "a2"):
+        bench.join(name, **LARGE)
+    bench.heartbeat("a1", kv_cache_usage=1.0)
+    bench.heartbeat("a2", num_running=500)
+    tick(bench)
+    assert sent_to(bench, "a2") == ["r9.2"]
+
+
 def test_nothing_moves_to_a_worker_that_backs_off_after_a_stall(crowded):
     bench = crowded()
     bench.join("p1", **LARGE)
