@@ -19,7 +19,7 @@ from router.dispatch.members import GenerationWorker, WorkerKey
 from router.dispatch.membership import Membership
 from router.dispatch.placement import Found, Placement
 from router.dispatch.request_state import DispatchAction, Moved, RequestPhase, RequestState, SendToWorker
-from router.dispatch.route_costs import RouteCosts
+from router.dispatch.route_costs import MOVED, RouteCosts
 from router.dispatch.wait_estimate import WaitEstimates
 from router.dispatch.waiting import Waiting
 from router.routing.cost import REUSE_WEIGHT
@@ -126,7 +126,7 @@ class QueueMoves:
         """Take a prompt away from its worker; its next attempt begins on the route that was found."""
         former = request.current
         assert former is not None, f"{request.request_id} waits in no queue"
-        abort = SendToWorker(former, Abort(request_ids=(request.wire_id,), reason="moved"))
+        abort = SendToWorker(former, Abort(request_ids=(request.wire_id,), reason=MOVED))
         request.has_moved = request.standing.was_admitted = True
         self._attempts.begin_next(request, request.attempt.previous_error, now)
         self._inflight.free_all(request)

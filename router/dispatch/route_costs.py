@@ -31,6 +31,8 @@ from router.routing.offered import OfferedLoad
 
 _LONGEST_PATIENCE_MS = 60_000.0
 
+MOVED = "moved"  # the reason of the abort of a prompt that moves to another worker
+
 _FIRST_CHOICE = "/0"  # after the id of its request
 
 _NO_HIT = Hit()
@@ -278,7 +280,7 @@ class RouteCosts:
                 known = self._worker(worker)
                 alone_since = None if known.backlog.prompts or known.wait_of_others_ms(now * 1e3) else now
                 known.backlog.add(message.request_id, prompt, now * 1e3)
-                self._offered.setdefault(worker.role, OfferedLoad()).add(offer.own_ms / 1e3, now)
+                self._offer_load(worker.role, offer.own_ms, now)
                 if source is not None and self._tries_sources(kind := _kind_of(worker)):
                     self._num_trials[kind] = self._num_trials.get(kind, 0) + 1
                 num_predicted = max(hit.tokens, offer.hit_tokens)
@@ -291,7 +293,12 @@ class RouteCosts:
                     self._unjudged.pop(request_id, None)
                     self._unjudged.pop(request_id.removesuffix(_FIRST_CHOICE), None)  # which then has no last token
                     if placed is not None and placed.worker == worker.key:  # else it ends an early pull, not the prompt
+                        if message.reason == MOVED and (prompt := self.backlog(worker.key).prompts.get(request_id)):
+                            self._offer_load(worker.role, -prompt.predicted_ms, now)  # it counts where it moves
                         self.drop(request_id, now)
+
+    def _offer_load(self, role: str, work_ms: float, now: float) -> None:
+        self._offered.setdefault(role, OfferedLoad()).add(work_ms / 1e3, now)
 
     def on_report(self, worker: WorkerKey, report: ContentReport) -> None:
         """Apply what a worker reports of its prefix cache. A snapshot restores the credit that wrong claims have cost it."""

@@ -15,8 +15,8 @@ class OfferedLoad:
         self._at = 0.0
 
     def add(self, work_s: float, now: float) -> None:
-        """Record work that has arrived."""
-        self._sum_s = self._decayed(now) + work_s
+        """Record work that has arrived; a negative amount takes back what goes elsewhere."""
+        self._sum_s = max(0.0, self._decayed(now) + work_s)
         self._at = now
 
     def rate(self, now: float) -> float:

@@ -98,6 +98,26 @@ def test_a_worker_gets_about_a_second_of_work_and_more_once_that_is_done(crowded
     assert moved(bench) == ["r9", "r8", "r7"]
 
 
+def test_a_move_is_no_new_load_for_the_planner(crowded):
+    bench = crowded()
+    offered = bench.core.route_costs.offered
+    before = offered("prefill", bench.now + 0.25)
+    bench.join("p1", **LARGE)
+    tick(bench)
+    assert moved(bench) == ["r9"]
+    assert offered("prefill", bench.now) == pytest.approx(before)
+
+
+def test_a_move_to_a_worker_of_another_role_is_load_of_that_role(crowded):
+    bench = crowded()
+    offered = bench.core.route_costs.offered
+    before = offered("prefill", bench.now + 0.25)
+    bench.join("a1", **LARGE)
+    tick(bench)
+    assert offered("prefill", bench.now) + offered("aggregated", bench.now) == pytest.approx(before)
+    assert offered("aggregated", bench.now) > 0
+
+
 def test_prompts_return_to_a_worker_that_was_lost_and_is_back(crowded):
     bench = crowded(4)
     bench.join("p1", **LARGE)
