@@ -437,7 +437,8 @@ class Dispatcher:
         if request.current == key:
             role = "prefill" if request.phase is RequestPhase.PREFILL else "decode"
             error = PeerUnreachable(f"{role} worker {key.engine_id} was lost: {left.reason}")
-            return self._retry(request, ErrorInfo.of(error), now, is_gone=not left.is_back, is_free=left.is_back)
+            is_free = left.is_back or request.was_safe
+            return self._retry(request, ErrorInfo.of(error), now, is_gone=not left.is_back, is_free=is_free)
         if request.attempt.decode == key and not left.is_back:  # another one is chosen after the prompt is computed
             request.attempt.decode = None
             self._inflight.free(request, key)
@@ -473,7 +474,7 @@ class Dispatcher:
         actions: list[DispatchAction] = [*self._early_pulls.stop(request)]
         if not is_gone:
             actions.append(SendToWorker(failed, Abort(request_ids=(request.wire_id,), reason=error.code)))
-        is_refused, is_of_one = is_refusal(error), is_of_one_request(error)
+        is_refused, is_of_one, was_safe = is_refusal(error), is_of_one_request(error), request.was_safe
         is_refused_leg = is_refused and request.has_begun and not request.attempt.shown  # after tokens it is a replay
         request.standing.was_admitted |= error.code != Overloaded.code
         is_full_for_one_that_waits = error.code == Overloaded.code and request.standing.may_wait
@@ -493,7 +494,7 @@ class Dispatcher:
         if request.error is None:
             if is_refused_leg:
                 request.retries.num_refusals += 1
-            else:
+            elif not (is_refused and was_safe):
                 request.retries.kinds.append(kind)
             actions.append(Retried(request.request_id, kind, error, failed, request.current))
         return actions + next_actions

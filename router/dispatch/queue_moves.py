@@ -129,6 +129,7 @@ class QueueMoves:
         abort = SendToWorker(former, Abort(request_ids=(request.wire_id,), reason=MOVED))
         request.has_moved = request.standing.was_admitted = True
         self._attempts.begin_next(request, request.attempt.previous_error, now)
+        request.attempt.is_move = True
         self._inflight.free_all(request)
         route = self._placement.take(request, found, now)
         return [abort, Moved(request.request_id, former, route.workers[0].key, gain_s)]

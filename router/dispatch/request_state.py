@@ -110,6 +110,7 @@ class Attempt:
     early_decode: WorkerKey | None = None  # the decode worker that reads the prompt's KV meanwhile
     has_handoff: bool = False  # the decode worker was given the handoff
     shown: set[int] = field(default_factory=set)  # choices with a token of this decode leg
+    is_move: bool = False  # its prompt has left the queue of a worker that was not at fault
     is_judged: bool = False  # its pair of workers has been judged by the first report
 
 
@@ -218,6 +219,11 @@ class RequestState:
     def has_begun(self) -> bool:
         """True if its prompt is computed: it has a token, or a handoff from a worker that leaves the first one to others."""
         return self.num_output_tokens > 0 or self.handoff is not None
+
+    @property
+    def was_safe(self) -> bool:
+        """True if it waits at a worker that it has moved to: what befalls it there would not have happened without the move."""
+        return self.attempt.is_move and not self.has_begun
 
     @property
     def is_degraded(self) -> bool:

@@ -184,6 +184,34 @@ def test_a_moved_prompt_that_is_refused_goes_back(crowded):
     assert sent_to(bench, "p0")[-1] == "r9.3"
 
 
+def test_a_refusal_after_a_move_is_no_retry_of_the_request(crowded):
+    bench = crowded()
+    bench.join("p1", **LARGE)
+    tick(bench)
+    bench.fails("p1", ErrorInfo.of(Overloaded("full")), "r9.2")
+    request = bench.core.dispatcher.requests["r9"]
+    assert (request.retries.kinds, request.retries.blamed) == ([], [])
+
+
+def test_the_loss_of_the_new_worker_costs_no_retry_before_it_has_begun_the_prompt(crowded):
+    bench = crowded(max_retries=0)
+    bench.join("p1", **LARGE)
+    tick(bench)
+    bench.leave("p1")
+    assert sent_to(bench, "p0")[-1] == "r9.3"
+    bench.leave("p0")
+    assert bench.ended["r9"].request.error.code == "peer_lost", "a loss without a move costs one"
+
+
+def test_a_loss_after_the_first_token_costs_a_retry_after_a_move(crowded):
+    bench = crowded(max_retries=0)
+    bench.join("a1", **LARGE)
+    tick(bench)
+    bench.tokens(0, 50, request_id="r9.2", peer="a1")
+    bench.leave("a1")
+    assert bench.ended["r9"].request.error.code == "peer_lost"
+
+
 def test_a_moved_prompt_that_is_refused_waits_if_no_other_worker_has_room(crowded):
     bench = crowded(max_retries=0)
     bench.join("p1", **LARGE)
