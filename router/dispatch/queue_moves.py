@@ -29,6 +29,7 @@ LEAST_RATIO = 2.0  # of the time until the prompt is computed where it is, to th
 NEARLY_IDLE_S = 1.0
 MOST_MOVES = 8  # per tick
 _MOST_IN_VAIN = 4  # prompts that are looked at per tick, and stay
+_LONG_TOKENS = 32_768  # of a prompt take as long to look up as one prompt more
 _LOOK_AGAIN_S = 2.0  # after the first look at a prompt in vain, twice as long after each further one
 _MAX_DOUBLINGS = 4
 
@@ -116,7 +117,7 @@ class QueueMoves:
                 gain_s = self._gain_s(request, source, found, now) if found is not None else 0.0
                 if found is None or not gain_s:
                     _let_stay(request, now)
-                    num_in_vain += 1
+                    num_in_vain += 1 + len(request.submission.prompt_token_ids) // _LONG_TOKENS
                     continue
                 num_moves += 1
                 source.num_moved += 1

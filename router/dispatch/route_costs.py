@@ -293,8 +293,8 @@ class RouteCosts:
                     self._unjudged.pop(request_id, None)
                     self._unjudged.pop(request_id.removesuffix(_FIRST_CHOICE), None)  # which then has no last token
                     if placed is not None and placed.worker == worker.key:  # else it ends an early pull, not the prompt
-                        if message.reason == MOVED and (prompt := self.backlog(worker.key).prompts.get(request_id)):
-                            self._offer_load(worker.role, -prompt.predicted_ms, now)  # it counts where it moves
+                        if message.reason == MOVED and (queued := self.backlog(worker.key).prompts.get(request_id)):
+                            self._offer_load(worker.role, -queued.predicted_ms, now)  # it counts where it moves
                         self.drop(request_id, now)
 
     def _offer_load(self, role: str, work_ms: float, now: float) -> None:

@@ -192,21 +192,40 @@ def test_nothing_moves_to_a_worker_that_backs_off_after_a_stall(crowded):
     assert moved(bench) == ["r9"], "one at a time until one succeeds"
 
 
-def test_no_tick_asks_for_many_prompts_what_none_of_them_gains(crowded, monkeypatch):
+@pytest.fixture
+def asked(monkeypatch):
+    """Return a function: the names of the prompts that a bench asks from now on whether they should move."""
+
+    def listen(bench) -> list[str]:
+        names = []
+        find_among = bench.core.dispatcher.placement.find_among
+        monkeypatch.setattr(
+            bench.core.dispatcher.placement,
+            "find_among",
+            lambda request, *args: names.append(request.request_id) or find_among(request, *args),
+        )
+        return names
+
+    return listen
+
+
+def test_no_tick_asks_for_many_prompts_what_none_of_them_gains(crowded, asked):
     bench = crowded(50)
     bench.join("p1", **{**LARGE, "max_model_len": LONG})
-    asked = []
-    find_among = bench.core.dispatcher.placement.find_among
-    monkeypatch.setattr(
-        bench.core.dispatcher.placement,
-        "find_among",
-        lambda request, *args: asked.append(request.request_id) or find_among(request, *args),
-    )
+    names = asked(bench)
     tick(bench)
-    assert asked == ["r49", "r48", "r47", "r46"]
+    assert names == ["r49", "r48", "r47", "r46"]
     tick(bench)
-    assert asked[4:] == ["r45", "r44", "r43", "r42"], "the same ones are not asked again at once"
+    assert names[4:] == ["r45", "r44", "r43", "r42"], "the same ones are not asked again at once"
     assert moved(bench) == []
+
+
+def test_a_tick_asks_for_fewer_prompts_if_they_are_very_long(crowded, asked):
+    bench = crowded(10, prompt=70_000)
+    bench.join("p1", **{**LARGE, "max_model_len": LONG})
+    names = asked(bench)
+    tick(bench)
+    assert names == ["r9", "r8"]
 
 
 def test_many_prompts_that_stay_do_not_hide_the_earlier_ones_of_their_worker(crowded):
