@@ -436,9 +436,8 @@ class Dispatcher:
             return self._on_lost_while_encoding(request, left, now)
         if request.current == key:
             role = "prefill" if request.phase is RequestPhase.PREFILL else "decode"
-            error = PeerUnreachable(f"{role} worker {key.engine_id} was lost: {left.reason}")
-            is_free = left.is_back or request.was_safe
-            return self._retry(request, ErrorInfo.of(error), now, is_gone=not left.is_back, is_free=is_free)
+            error = ErrorInfo.of(PeerUnreachable(f"{role} worker {key.engine_id} was lost: {left.reason}"))
+            return self._retry(request, error, now, is_gone=not left.is_back, is_free=left.is_back or request.was_safe)
         if request.attempt.decode == key and not left.is_back:  # another one is chosen after the prompt is computed
             request.attempt.decode = None
             self._inflight.free(request, key)

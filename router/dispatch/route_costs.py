@@ -267,35 +267,42 @@ class RouteCosts:
         """Record a message to a worker: a prompt joins its backlog, and an abort removes it."""
         match message:
             case Generate() if self.is_enabled and not message.choices:  # with choices, the prompt was computed before
-                token_ids, extra_keys = message.prompt_token_ids, extra_keys_of(message.mm_features, message.cache_salt)
-                reads_cache = reads_prefix_cache(message.sampling)
-                hits = self.contents.hits([worker], token_ids, extra_keys) if reads_cache else {}
-                num_tokens, hit = len(token_ids), hits.get(worker.key, _NO_HIT)
-                source = message.kv_source if reads_cache else None
-                if source is not None:
-                    hit = Hit(max(hit.tokens, source.num_tokens), hit.claimed_tokens)
-                offer = self._offer(worker, num_tokens, hit, now, tenant=message.tenant)
-                due_ms = now * 1e3 + offer.patience_ms
-                prompt = QueuedPrompt(num_tokens - offer.hit_tokens, offer.own_ms, due_ms, message.tenant)
-                known = self._worker(worker)
-                alone_since = None if known.backlog.prompts or known.wait_of_others_ms(now * 1e3) else now
-                known.backlog.add(message.request_id, prompt, now * 1e3)
-                self._offer_load(worker.role, offer.own_ms, now)
-                if source is not None and self._tries_sources(kind := _kind_of(worker)):
-                    self._num_trials[kind] = self._num_trials.get(kind, 0) + 1
-                num_predicted = max(hit.tokens, offer.hit_tokens)
-                self._unjudged.pop(message.request_id, None)
-                self._placed[message.request_id] = _Placed(worker.key, num_tokens, hit, num_predicted, alone_since, source)
-                self.contents.on_placed(message.request_id, worker, token_ids, extra_keys)
+                self._on_prompt_sent(worker, message, now)
             case Abort():
                 for request_id in message.request_ids:
-                    placed = self._placed.get(request_id)
-                    self._unjudged.pop(request_id, None)
-                    self._unjudged.pop(request_id.removesuffix(_FIRST_CHOICE), None)  # which then has no last token
-                    if placed is not None and placed.worker == worker.key:  # else it ends an early pull, not the prompt
-                        if message.reason == MOVED and (queued := self.backlog(worker.key).prompts.get(request_id)):
-                            self._offer_load(worker.role, -queued.predicted_ms, now)  # it counts where it moves
-                        self.drop(request_id, now)
+                    self._on_abort_sent(worker, request_id, message.reason, now)
+
+    def _on_prompt_sent(self, worker: GenerationWorker, message: Generate, now: float) -> None:
+        token_ids, extra_keys = message.prompt_token_ids, extra_keys_of(message.mm_features, message.cache_salt)
+        reads_cache = reads_prefix_cache(message.sampling)
+        hits = self.contents.hits([worker], token_ids, extra_keys) if reads_cache else {}
+        num_tokens, hit = len(token_ids), hits.get(worker.key, _NO_HIT)
+        source = message.kv_source if reads_cache else None
+        if source is not None:
+            hit = Hit(max(hit.tokens, source.num_tokens), hit.claimed_tokens)
+        offer = self._offer(worker, num_tokens, hit, now, tenant=message.tenant)
+        due_ms = now * 1e3 + offer.patience_ms
+        prompt = QueuedPrompt(num_tokens - offer.hit_tokens, offer.own_ms, due_ms, message.tenant)
+        known = self._worker(worker)
+        alone_since = None if known.backlog.prompts or known.wait_of_others_ms(now * 1e3) else now
+        known.backlog.add(message.request_id, prompt, now * 1e3)
+        self._offer_load(worker.role, offer.own_ms, now)
+        if source is not None and self._tries_sources(kind := _kind_of(worker)):
+            self._num_trials[kind] = self._num_trials.get(kind, 0) + 1
+        num_predicted = max(hit.tokens, offer.hit_tokens)
+        self._unjudged.pop(message.request_id, None)
+        self._placed[message.request_id] = _Placed(worker.key, num_tokens, hit, num_predicted, alone_since, source)
+        self.contents.on_placed(message.request_id, worker, token_ids, extra_keys)
+
+    def _on_abort_sent(self, worker: GenerationWorker, request_id: str, reason: str, now: float) -> None:
+        placed = self._placed.get(request_id)
+        self._unjudged.pop(request_id, None)
+        self._unjudged.pop(request_id.removesuffix(_FIRST_CHOICE), None)  # which then has no last token
+        if placed is None or placed.worker != worker.key:
+            return  # it ends an early pull, not the prompt
+        if reason == MOVED and (queued := self.backlog(worker.key).prompts.get(request_id)):
+            self._offer_load(worker.role, -queued.predicted_ms, now)  # it counts where it moves
+        self.drop(request_id, now)
 
     def _offer_load(self, role: str, work_ms: float, now: float) -> None:
         self._offered.setdefault(role, OfferedLoad()).add(work_ms / 1e3, now)
