@@ -138,7 +138,7 @@ class RouterCore:
             takes_contents=is_predicted,
             plans_roles=limits.planner.enabled,
         )
-        self.num_openings = 0  # how often a worker has begun to take requests
+        self.num_openings = 0  # how often a worker has begun to take requests, with room that no earlier request may move to
         self.calls = EngineCalls(self.membership)
         self._refuser = VersionRefuser()
         self._request_timeout_s = limits.request_timeout_s
@@ -352,9 +352,12 @@ class RouterCore:
         else:
             actions = self._after(self.membership.on_register(peer, message, now), now)
         role = _role_taken(self.membership.member(key))
-        if role is not None and role != before:
-            self.num_openings += 1
-        return actions
+        if role is None or role == before:
+            return actions
+        placed = self._resolve(self.dispatcher.place_waiting(now), now)
+        # Those with workers that make no progress move at the next tick, by when many of these have returned.
+        self.num_openings += not any(worker.num_inflight and worker.why_unresponsive for worker in self.membership.workers)
+        return actions + placed
 
     def _on_heartbeat(self, peer: bytes, message: Heartbeat, now: float) -> list[Action]:
         """Answer a heartbeat; the answer asks for a snapshot if the worker's contents are not known."""

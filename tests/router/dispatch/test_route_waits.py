@@ -147,6 +147,48 @@ async def test_the_time_that_a_prompt_waited_for_a_worker_counts_as_its_clients_
     assert [under_test.metric(f"kvferry_{name}_seconds_sum") for name in names] == [1.0, 1.0]
 
 
+# ---- the router's own requests ---------------------------------------------------------------------------------------------
+
+
+async def test_a_stream_without_a_worker_has_one_that_returns_before_prompts_that_wait(start_settling):
+    under_test = await start_settling(*[{"max_num_choices": 1}] * 3)
+    gateway = under_test.router.gateway
+    core, requests = gateway.core, gateway.core.dispatcher.requests
+    full, dead, other = under_test.workers
+    for worker in under_test.workers:
+        worker.script = under_test.script(pause_after=1)
+    await under_test.reconnect(dead)
+    await opened(under_test, "begun")
+    await under_test.until(lambda: requests["begun"].has_begun)
+    await under_test.reconnect(full)
+    await opened(under_test, "r2")
+    gateway._perform(core.on_unreachable(core.membership.get(requests["begun"].current).peer, gateway.now))
+    tick(under_test)
+    waiting = opened(under_test, "r3")
+    await under_test.until(lambda: gateway._waits)
+    await under_test.reconnect(other)
+    tick(under_test)
+    assert requests["begun"].current.engine_id == other.engine_id
+    waiting.cancel()
+
+
+async def test_a_held_request_has_a_worker_that_returns_before_prompts_that_wait(start_settling):
+    under_test = await start_settling({"max_num_choices": 2}, {"max_num_choices": 1}, max_requests=100)
+    gateway = under_test.router.gateway
+    full, other = under_test.workers
+    full.script = other.script = under_test.script(pause_after=1)
+    await under_test.reconnect(full)
+    for number in range(2):
+        await opened(under_test, f"r{number}", tenant=1)
+    waiting = opened(under_test, "more", tenant=1)
+    await under_test.until(lambda: gateway._waits)
+    await opened(under_test, "held", tenant=2)
+    assert gateway.core.dispatcher.num_waiting == 1
+    await under_test.reconnect(other)
+    assert gateway.core.dispatcher.num_waiting == 0
+    waiting.cancel()
+
+
 # ---- the order ---------------------------------------------------------------------------------------------------------------
 
 
