@@ -179,11 +179,11 @@ class RouterCore:
         """True if this router was just paused, so that workers may reconnect soon."""
         return self.membership.pauses.is_settling(now)
 
-    def may_serve_soon(self, submission: Submission, error: RequestError, now: float, num_waiting: int) -> bool:
+    def may_serve_soon(self, submission: Submission, error: RequestError, now: float, num_waiting: int | None) -> bool:
         """Return True if this router was just paused, and workers that may reconnect soon would serve a refused request.
 
         If the others are full, or too late for it, a worker that is cut off must be neither. Those that wait for workers,
-        ``num_waiting``, count towards this router's limit.
+        ``num_waiting``, count towards this router's limit; None = the request is one of them already.
         """
         if not self.is_settling(now):
             return False
@@ -191,7 +191,8 @@ class RouterCore:
             return True
         if not isinstance(error, Overloaded | DeadlineUnreachable):
             return False
-        if len(self.dispatcher.requests) + num_waiting >= self._max_requests or not self.membership.has_cut_off:
+        is_at_limit = num_waiting is not None and len(self.dispatcher.requests) + num_waiting >= self._max_requests
+        if is_at_limit or not self.membership.has_cut_off:
             return False
         budget_s = submission.budget_s(self._request_timeout_s)
         return would_serve(self.membership.workers, self.wait_estimates, submission, budget_s, now)

@@ -149,6 +149,7 @@ class WorkerGateway:
         self._tasks: list[asyncio.Task[None]] = []
         self._is_stopped = False
         self._waits = RouteWaits()
+        self._num_refused = 0  # HTTP requests with a prompt that was refused and may yet be served
         self._num_openings = 0  # of the core, at the latest change that the waiting tasks were told of
         self._death: asyncio.Future[BaseException] | None = None
         add_gauges(metrics, self.core, clock)
@@ -267,13 +268,14 @@ class WorkerGateway:
             RequestError: one of the prompts cannot be served now. Others as ``wait``.
         """
         generation = Generation(self, client_id, [submission.request_id for submission in submissions])
-        now, waiting = self._clock.now(), list(submissions)
+        now, waiting, has_waited = self._clock.now(), list(submissions), False
         self.observer.on_arrival(submissions, client_id, trace, now)
         try:
             for index in range(len(waiting)):
                 if index and index % _PROMPTS_PER_TURN == 0:
                     await asyncio.sleep(0)
-                while (actions := self._submit(waiting[index], now)) is None:
+                while (actions := self._submit(waiting[index], now, has_waited=has_waited)) is None:
+                    self._num_refused, has_waited = self._num_refused + (not has_waited), True
                     spent_s, now = await wait(self._waits.num_changes), self._clock.now()
                     waiting[index:] = [replace(submission, spent_s=spent_s) for submission in waiting[index:]]
                 request_id = waiting[index].request_id
@@ -285,16 +287,19 @@ class WorkerGateway:
             for submission in submissions:
                 self.observer.on_failed(submission.request_id, reason)
             raise
+        finally:
+            self._num_refused -= has_waited
         return generation
 
-    def _submit(self, submission: Submission, now: float) -> Sequence[Action] | None:
+    def _submit(self, submission: Submission, now: float, *, has_waited: bool) -> Sequence[Action] | None:
         """Start a prompt; None if no worker takes it now, but one may that reconnects soon. Raises as ``open``."""
         if self._is_stopped:
             raise NoWorker(SHUTS_DOWN)
         try:
             return self.core.submit(submission, now)
         except RequestError as error:
-            if self.core.may_serve_soon(submission, error, self._clock.now(), len(self._waits)):
+            num_waiting = None if has_waited else self._num_refused  # one that waits is not dropped for those that come later
+            if self.core.may_serve_soon(submission, error, self._clock.now(), num_waiting):
                 return None
             raise
 

@@ -132,6 +132,58 @@ async def test_a_prompt_that_finds_only_a_full_worker_waits_for_those_that_are_c
         await opened(under_test, "r3")
 
 
+@pytest.fixture
+async def limited(start_settling):
+    """Start a router with a limit of three: one request runs, and fills the worker that is back; another one is cut off."""
+    under_test = await start_settling(*[{"max_num_choices": 1}] * 2, max_requests=3)
+    full, other = under_test.workers
+    full.script = other.script = under_test.script(pause_after=1)
+    await under_test.reconnect(full)
+    await opened(under_test, "running")
+    return under_test
+
+
+async def turns(number: int = 10) -> None:
+    for _ in range(number):
+        await asyncio.sleep(0)
+
+
+async def cancel(tasks) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def test_the_routers_limit_holds_for_prompts_that_come_at_once_and_wait(limited):
+    gateway, gate = limited.router.gateway, asyncio.Event()
+    tasks = [opened(limited, f"r{number}", wait=lambda *_: gate.wait()) for number in range(4)]
+    await turns()
+    assert [task.done() for task in tasks] == [False, False, True, True]
+    assert gateway._num_refused == 2
+    await cancel(tasks)
+    assert gateway._num_refused == 0
+
+
+async def test_prompts_that_wait_are_not_dropped_for_those_that_come_while_they_are_woken(limited):
+    gateway, gate = limited.router.gateway, asyncio.Event()
+
+    async def wait_for_gate(*seen) -> float:
+        await gateway.wait_for_change(*seen)
+        await gate.wait()
+        return 0.0
+
+    old = [opened(limited, f"old{number}", wait=wait_for_gate) for number in range(2)]
+    await limited.until(lambda: len(gateway._waits) == 2)
+    tick(limited)
+    await limited.until(lambda: not gateway._waits)
+    new = [opened(limited, f"new{number}") for number in range(2)]
+    await turns()
+    gate.set()
+    await turns()
+    assert [task.done() for task in (*old, *new)] == [False, False, True, True]
+    await cancel([*old, *new])
+
+
 async def test_the_time_that_a_prompt_waited_for_a_worker_counts_as_its_clients_wait(start_settling):
     under_test = await start_settling({})
     gateway = under_test.router.gateway
