@@ -6,22 +6,35 @@ Owns the waiting tasks. ``router.dispatch.worker_gateway`` says when something m
 from __future__ import annotations
 
 import asyncio
-from collections import deque
+import heapq
+from dataclasses import dataclass
+from itertools import count
 
 WOKEN_PER_TURN = 4  # each compares all workers, which takes about a millisecond with a thousand of them
 
+_Waiter = tuple[int, int, asyncio.Future[None]]  # the number of its place, and a number of its own
+
+
+@dataclass(slots=True)
+class Place:
+    """The place in the queue of a task that looks again and again. ``seen`` is the number of changes when it looked."""
+
+    number: int
+    seen: int
+
 
 class RouteWaits:
-    """Wakes tasks that found no route once something may have opened one, in the order in which they began to wait.
+    """Wakes tasks that found no route once something may have opened one, in the order of their places.
 
     A change wakes all of them, a few in each turn of the event loop, so that many do not stop everything else. Those that have
     not had their turn at the next change look once for both. All methods belong to one event loop.
     """
 
     def __init__(self) -> None:
-        self.num_changes = 0
-        self._waiting: deque[asyncio.Future[None]] = deque()
-        self._woken: deque[asyncio.Future[None]] = deque()  # their turn comes
+        self._num_changes = 0
+        self._numbers = count()
+        self._waiting: list[_Waiter] = []
+        self._woken: list[_Waiter] = []  # their turn comes; a heap
         self._is_waking = False
         self._num_waiting = 0
 
@@ -31,18 +44,27 @@ class RouteWaits:
 
     def note_change(self) -> None:
         """Record that a route may have opened."""
-        self.num_changes += 1
-        self._woken += self._waiting
+        self._num_changes += 1
+        for waiter in self._waiting:
+            heapq.heappush(self._woken, waiter)
         self._waiting.clear()
         self._wake_soon()
 
-    async def wait(self, since: int | None = None) -> None:
-        """Wait for a change; ``since`` is the ``num_changes`` from before the caller looked, so that it misses none."""
+    def looked(self, place: Place | None = None) -> Place:
+        """Note that a task has looked just now, so that it misses no change; return its place, the last one if it had none."""
+        if place is None:
+            return Place(next(self._numbers), self._num_changes)
+        place.seen = self._num_changes
+        return place
+
+    async def wait(self, place: Place | None = None) -> None:
+        """Wait for a change since the look of the place; without one, at the end of the queue."""
+        place = place or self.looked()
         waiter = asyncio.get_running_loop().create_future()
-        if since is None or since == self.num_changes:
-            self._waiting.append(waiter)
+        if place.seen == self._num_changes:
+            self._waiting.append((place.number, next(self._numbers), waiter))
         else:
-            self._woken.append(waiter)
+            heapq.heappush(self._woken, (place.number, next(self._numbers), waiter))
             self._wake_soon()
         self._num_waiting += 1
         try:
@@ -58,7 +80,7 @@ class RouteWaits:
     def _wake_some(self) -> None:
         num_left, self._is_waking = WOKEN_PER_TURN, False
         while self._woken and num_left:
-            waiter = self._woken.popleft()
+            waiter = heapq.heappop(self._woken)[-1]
             if not waiter.done():  # else its task was cancelled
                 waiter.set_result(None)
                 num_left -= 1

@@ -37,7 +37,7 @@ from router.dispatch.observer import ObservedRequest, RequestObserver
 from router.dispatch.peer_log import PeerLog
 from router.dispatch.policy import unpaired
 from router.dispatch.request_state import Deliver, DeliverTokens, EncodeEnded, Ended, Moved, RequestState, Retried
-from router.dispatch.route_waits import RouteWaits
+from router.dispatch.route_waits import Place, RouteWaits
 from router.dispatch.types import Submission, Update, token_update
 from router.dispatch.worker_log import WorkerLog
 from router.metrics import RouterMetrics
@@ -255,7 +255,7 @@ class WorkerGateway:
         self,
         client_id: str,
         submissions: Sequence[Submission],
-        wait: Callable[[int], Awaitable[float]],
+        wait: Callable[[Place], Awaitable[float]],
         trace: TraceContext | None = None,
     ) -> Generation:
         """Start all prompts of an HTTP request, or none. ``trace`` is the client's span. Yields to other tasks between prompts.
@@ -268,15 +268,17 @@ class WorkerGateway:
             RequestError: one of the prompts cannot be served now. Others as ``wait``.
         """
         generation = Generation(self, client_id, [submission.request_id for submission in submissions])
-        now, waiting, has_waited = self._clock.now(), list(submissions), False
+        now, waiting = self._clock.now(), list(submissions)
+        place: Place | None = None
         self.observer.on_arrival(submissions, client_id, trace, now)
         try:
             for index in range(len(waiting)):
                 if index and index % _PROMPTS_PER_TURN == 0:
                     await asyncio.sleep(0)
-                while (actions := self._submit(waiting[index], now, has_waited=has_waited)) is None:
-                    self._num_refused, has_waited = self._num_refused + (not has_waited), True
-                    spent_s, now = await wait(self._waits.num_changes), self._clock.now()
+                while (actions := self._submit(waiting[index], now, has_waited=place is not None)) is None:
+                    self._num_refused += place is None
+                    place = self._waits.looked(place)
+                    spent_s, now = await wait(place), self._clock.now()
                     waiting[index:] = [replace(submission, spent_s=spent_s) for submission in waiting[index:]]
                 request_id = waiting[index].request_id
                 self._listeners[request_id] = _Listener(generation, index, self.observer.on_placed(request_id))
@@ -288,7 +290,7 @@ class WorkerGateway:
                 self.observer.on_failed(submission.request_id, reason)
             raise
         finally:
-            self._num_refused -= has_waited
+            self._num_refused -= place is not None
         return generation
 
     def _submit(self, submission: Submission, now: float, *, has_waited: bool) -> Sequence[Action] | None:
@@ -308,10 +310,10 @@ class WorkerGateway:
         while not self._is_stopped and self.core.is_route_expected(self._clock.now()):
             await self.wait_for_change()
 
-    async def wait_for_change(self, since: int | None = None) -> None:
+    async def wait_for_change(self, place: Place | None = None) -> None:
         """Wait until a worker may take requests that it did not take, or a tick; not once this router stops."""
         if not self._is_stopped:
-            await self._waits.wait(since)
+            await self._waits.wait(place)
 
     def abort(self, request_id: str, reason: str) -> None:
         """End a request; unknown ids are ignored."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
+from router.dispatch.route_waits import Place
 from router.dispatch.types import time_is_over
 from router.dispatch.worker_gateway import WorkerGateway
 from router.http.caller import Caller, unless_gone
@@ -35,9 +36,9 @@ class TimeLimits:
             limit_s = self.deadline(timeout_s, caller) - caller.arrival
             raise time_is_over(limit_s, is_own=self._is_set_by_client(timeout_s)) from None
 
-    async def wait_for_change(self, timeout_s: float | None, caller: Caller, since: int) -> float:
+    async def wait_for_change(self, timeout_s: float | None, caller: Caller, place: Place) -> float:
         """Wait as the gateway; return how much of the time is over then. Raises as ``run``."""
-        await self.run(self._gateway.wait_for_change(since), timeout_s, caller)
+        await self.run(self._gateway.wait_for_change(place), timeout_s, caller)
         return self.spent_s(timeout_s, caller)
 
     def deadline(self, timeout_s: float | None, caller: Caller) -> float:

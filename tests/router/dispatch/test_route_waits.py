@@ -267,6 +267,43 @@ async def test_tasks_are_woken_in_the_order_in_which_they_wait_and_each_once():
     assert len(waits) == 0
 
 
+async def test_a_prompt_that_is_refused_again_stays_before_those_that_came_later(start_settling):
+    under_test = await start_settling(*[{"max_num_choices": 1}] * 2)
+    gateway, gate = under_test.router.gateway, asyncio.Event()
+    full, other = under_test.workers
+    full.script = other.script = under_test.script(pause_after=1)
+
+    async def wait_for_gate(*seen) -> float:
+        await gateway.wait_for_change(*seen)
+        await gate.wait()
+        return 0.0
+
+    await under_test.reconnect(full)
+    await opened(under_test, "running")
+    old = opened(under_test, "old", wait=wait_for_gate)
+    await under_test.until(lambda: gateway._waits)
+    tick(under_test)
+    await under_test.until(lambda: not gateway._waits)
+    new = opened(under_test, "new")
+    await under_test.until(lambda: gateway._waits)
+    gate.set()
+    await under_test.until(lambda: len(gateway._waits) == 2)
+    await under_test.reconnect(other)
+    await under_test.until(lambda: old.done() or new.done())
+    assert list(gateway.core.dispatcher.requests) == ["running", "old"]
+    await cancel([old, new])
+
+
+async def test_a_task_that_missed_a_change_has_its_turn_before_those_with_later_places():
+    waits = RouteWaits()
+    missed = waits.looked()
+    order, tasks = await woken_in_order(waits, 2 * WOKEN_PER_TURN)
+    waits.note_change()
+    await waits.wait(missed)
+    assert order == []
+    await asyncio.gather(*tasks)
+
+
 async def test_a_task_that_is_cancelled_takes_no_turn():
     waits = RouteWaits()
     order, tasks = await woken_in_order(waits, 2 * WOKEN_PER_TURN)
@@ -280,8 +317,8 @@ async def test_a_task_that_is_cancelled_takes_no_turn():
 
 async def test_a_task_that_missed_a_change_does_not_wait_for_the_next():
     waits = RouteWaits()
-    seen = waits.num_changes
+    place = waits.looked()
     waits.note_change()
-    task = asyncio.create_task(waits.wait(seen))
+    task = asyncio.create_task(waits.wait(place))
     await asyncio.wait([task], timeout=1.0)
     assert task.done()
