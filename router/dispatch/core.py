@@ -45,7 +45,7 @@ from core.wire.messages import (
     WorkerMessage,
 )
 from core.wire.version import VersionRefuser
-from router.dispatch.cut_off import would_serve
+from router.dispatch.cut_off import CutOff
 from router.dispatch.dispatcher import Dispatcher
 from router.dispatch.engine_calls import Answered, EngineCalls
 from router.dispatch.members import EncodeWorker, GenerationWorker, Member, WorkerKey
@@ -140,6 +140,7 @@ class RouterCore:
         )
         self.num_openings = 0  # how often a worker has begun to take requests, with room that no earlier request may move to
         self.calls = EngineCalls(self.membership)
+        self._cut_off = CutOff()
         self._refuser = VersionRefuser()
         self._request_timeout_s = limits.request_timeout_s
         self._max_requests = limits.max_requests
@@ -195,7 +196,7 @@ class RouterCore:
         if is_at_limit or not self.membership.has_cut_off:
             return False
         budget_s = submission.budget_s(self._request_timeout_s)
-        return would_serve(self.membership.workers, self.wait_estimates, submission, budget_s, now)
+        return self._cut_off.would_serve(self.membership.workers, self.wait_estimates, submission, budget_s, now)
 
     def is_route_expected(self, now: float) -> bool:
         """True if there is no route, but this router was just paused, so that workers may reconnect soon."""
@@ -330,6 +331,7 @@ class RouterCore:
 
     def on_timer(self, now: float) -> list[Action]:
         """Handle what is due: silent workers, deadlines, renewals, long queues. Call it several times per heartbeat."""
+        self._cut_off.forget()
         changes = self.membership.on_timer(now)
         if self.membership.pauses.lateness_s:
             self.dispatcher.on_pause(self.membership.pauses.lateness_s, now)
@@ -355,6 +357,7 @@ class RouterCore:
         role = _role_taken(self.membership.member(key))
         if role is None or role == before:
             return actions
+        self._cut_off.forget()
         placed = self._resolve(self.dispatcher.place_waiting(now), now)
         # Those with workers that make no progress move at the next tick, by when many of these have returned.
         self.num_openings += not any(worker.num_inflight and worker.why_unresponsive for worker in self.membership.workers)

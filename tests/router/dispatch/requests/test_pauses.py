@@ -8,6 +8,7 @@ from core.errors import DeadlineUnreachable, Overloaded, RequestError, RouterSil
 from core.wire.messages import ErrorInfo, Generate, Heartbeat, Registered
 from core.wire.sampling import SamplingParams
 from router.dispatch.core import Transmit
+from router.dispatch.policy import choose_route
 
 LENGTHS = pytest.mark.parametrize("seconds", [4.0, 6.5, 12.0, 60.0])
 SILENT = ErrorInfo.of(RouterSilent("worker heard nothing from the router for too long"))
@@ -367,6 +368,57 @@ def test_a_prompt_waits_for_a_worker_that_is_cut_off_if_the_others_are_full(make
     bench.receive("a1-new", Heartbeat(engine_id="a1", incarnation=1))
     bench.submit("r2")
     assert not refused(bench, Overloaded)
+
+
+@pytest.fixture
+def compared(monkeypatch):
+    """Return a list that grows each time that workers are compared as if they were not cut off."""
+    calls = []
+    monkeypatch.setattr("router.dispatch.cut_off.choose_route", lambda *args: calls.append(args) or choose_route(*args))
+    return calls
+
+
+def test_workers_are_compared_once_for_all_refused_prompts_that_need_no_more(make_bench, compared):
+    bench = one_of_two_is_back(make_bench, {})
+    bench.submit("r1")
+    assert [refused(bench, Overloaded) for _ in range(5)] == [True] * 5
+    assert len(compared) == 1
+    assert refused(bench, Overloaded, prompt=60)
+    assert refused(bench, Overloaded, prompt=50)
+    assert len(compared) == 2
+    bench.do(bench.core.on_timer(bench.now))
+    assert refused(bench, Overloaded)
+    assert len(compared) == 3
+
+
+def test_a_prompt_that_needs_more_than_the_one_before_it_waits_for_no_smaller_worker(make_bench):
+    bench = one_of_two_is_back(make_bench, {"max_model_len": 64})
+    bench.submit("r1")
+    assert [refused(bench, Overloaded, prompt=number) for number in (9, 60)] == [True, False]
+
+
+def test_workers_are_not_compared_for_a_refused_prompt_if_those_that_are_cut_off_are_full(make_bench, compared):
+    bench = one_of_two_is_back(make_bench, {})
+    bench.submit("r1")
+    bench.core.membership.workers[1].num_running = 1
+    assert not refused(bench, Overloaded)
+    assert not compared
+
+
+def test_a_worker_that_is_cut_off_has_room_as_soon_as_its_request_has_ended(make_bench):
+    bench = make_bench(max_requests=100)
+    bench.join("a0", max_num_choices=1)
+    bench.join("a1", max_num_choices=1)
+    for name in ("r0", "r1"):
+        bench.submit(name)
+    bench.tick(0.0)
+    freeze(bench, 30.0)
+    bench.do(bench.core.on_timer(bench.now))
+    bench.do(bench.core.on_unreachable(b"a1", bench.now))
+    assert not refused(bench, Overloaded)
+    there = {request.current.engine_id: name for name, request in bench.core.dispatcher.requests.items()}
+    bench.do(bench.core.abort(there["a1"], "test", bench.now))
+    assert refused(bench, Overloaded)
 
 
 def test_no_prompt_waits_for_a_full_worker_once_the_router_has_settled(make_bench):
