@@ -6,12 +6,11 @@ Imports pytest; only tests import this module.
 
 from __future__ import annotations
 
-import asyncio
 from typing import ClassVar
 
 import pytest
 
-from connectors.testing.connector_pair import OVERWRITTEN, PROMPT, Pair
+from connectors.testing.connector_pair import OVERWRITTEN, PROMPT, Moment, Pair
 from connectors.testing.connector_pairs import PROMPT_BLOCKS, ConnectorPairs
 from core.wire.kv import KVHandoff
 
@@ -93,15 +92,12 @@ class ByteConformance(ConnectorPairs):
         """What is free is another request's: here nobody's, while further loads go through and until both sides have ended."""
         consumer, pool = pair.consumer.engine, pair.consumer.engine.manager.block_pool
         watched: set[int] = set()
-        for turns in (0, 3, 30):
-            prompt = [*PROMPT[:-1], turns]
-            request = pair.load(f"a{turns}", prompt, pair.producer.engine.prefill(f"a{turns}", prompt))
+        moments: tuple[Moment, ...] = (0, 3, 30, "first bytes", "first bytes")
+        for number, moment in enumerate(moments):
+            request = await pair.load_until(moment, f"a{number}", [number, *PROMPT[1:]])
             block_ids = set(pair.consumer.block_ids(request))
-            consumer.step()
-            for _ in range(turns):
-                await asyncio.sleep(0)
             consumer.abort(request)
-            await pair.ended(f"a{turns}")
+            await pair.ended(f"a{number}")
             await consumer.until(lambda: not consumer.quarantined)
             free = pool.get_new_blocks(pool.num_free_blocks)
             pool.free_blocks(block for block in free if block.block_id not in block_ids)

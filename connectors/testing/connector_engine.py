@@ -314,6 +314,15 @@ class ConnectorEngine:
             assert not self.loads[request_id].is_ended, "a failure is reported before the end of the load, or with it"
             self.loads[request_id].error = error
 
+    @property
+    def is_woken(self) -> bool:
+        """True once the connector has something to report; the owner sets it back before a step of its own."""
+        return self._wake.is_set()
+
+    @is_woken.setter
+    def is_woken(self, is_woken: bool) -> None:
+        (self._wake.set if is_woken else self._wake.clear)()
+
     async def until(self, condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
         """Step until the condition holds; sleep while the connector reports nothing.
 

@@ -6,7 +6,9 @@ no connector; it fails only on errors that the engine itself refuses.
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import dataclass
+from typing import Literal
 
 from connectors.testing.connector_engine import ConnectorEngine
 from connectors.testing.delayed_device import DelayedDevice
@@ -17,6 +19,8 @@ from core.request import KVConnectorOutput, Request
 from core.wire.kv import KVHandoff
 from core.wire.messages import Role
 
+Moment = int | Literal["first bytes"]  # turns of the event loop after the step that starts a load, or the first bytes of it
+
 FINGERPRINT = b"conformance"
 LAYOUT = small_layout(block_size=32)
 BLOCK_SIZE = LAYOUT.block_size
@@ -25,6 +29,7 @@ INCARNATIONS: dict[Role, int] = {"prefill": 11, "decode": 12}
 UNTOUCHED = 0xA5
 OVERWRITTEN = 0x5C
 PROMPT = list(range(100, 200))  # three full blocks and a part of one
+_LOOKS, _LOOK_S = 10_000, 0.0005  # for the first bytes of a load
 
 
 class Side:
@@ -93,6 +98,29 @@ class Pair:
         """Add and admit a request of the consumer."""
         request = self.consumer.engine.add(request_id, prompt, handoff)
         self.consumer.engine.admit(request)
+        return request
+
+    async def load_until(self, moment: Moment, request_id: str, prompt: list[int]) -> Request:
+        """Compute a prompt, start its load, and let it come as far as ``moment``: as a rule into the middle of its bytes.
+
+        The producer has its orders by then: a load for whose bytes nobody has asked yet would show nothing. The first bytes are
+        not waited for any longer once the connector has something to report: it may write in a step.
+        """
+        request = self.load(request_id, prompt, self.producer.engine.prefill(request_id, prompt))
+        engine, rows = self.consumer.engine, sorted(self.consumer.block_ids(request))
+        before = engine.pool.rows[rows]
+        await self.producer.settle()
+        engine.is_woken = False
+        engine.step()
+        if moment != "first bytes":
+            for _ in range(moment):
+                await asyncio.sleep(0)
+            return request
+        for _ in range(_LOOKS):
+            if engine.is_woken or (engine.pool.rows[rows] != before).any():
+                break
+            self.producer.engine.step()
+            await asyncio.sleep(_LOOK_S)
         return request
 
     async def ended(self, *request_ids: str) -> None:

@@ -18,7 +18,17 @@ import msgspec
 import pytest
 
 from connectors.testing.connector_calls import CallConformance
-from connectors.testing.connector_pair import BLOCK_SIZE, INCARNATIONS, LAYOUT, NUM_BLOCKS, PROMPT, UNTOUCHED, Pair, Side
+from connectors.testing.connector_pair import (
+    BLOCK_SIZE,
+    INCARNATIONS,
+    LAYOUT,
+    NUM_BLOCKS,
+    PROMPT,
+    UNTOUCHED,
+    Moment,
+    Pair,
+    Side,
+)
 from connectors.testing.connector_pairs import PATIENCE_S, PROMPT_BLOCKS
 from connectors.testing.memory_pool import small_layout
 from core.kv.spec import ceil_div
@@ -217,14 +227,13 @@ class ConnectorConformance(CallConformance):
         await pair.drained()
         await self.assert_consumer_is_empty(pair)
 
-    @pytest.mark.parametrize("turns", [None, 0, 1, 3, 10, 100])
-    async def test_abort_while_loading_leaves_nothing(self, pair: Pair, turns: int | None) -> None:
-        """``turns`` of the event loop pass between the step that starts the load and the abort; None: no step either."""
-        request = pair.load("a", PROMPT, pair.producer.engine.prefill("a", PROMPT))
-        if turns is not None:
-            pair.consumer.engine.step()
-        for _ in range(turns or 0):
-            await asyncio.sleep(0)
+    @pytest.mark.parametrize("moment", [None, 0, 1, 3, 10, 100, "first bytes"])
+    async def test_abort_while_loading_leaves_nothing(self, pair: Pair, moment: Moment | None) -> None:
+        """None: not even a step lies between the start of the load and the abort."""
+        if moment is None:
+            request = pair.load("a", PROMPT, pair.producer.engine.prefill("a", PROMPT))
+        else:
+            request = await pair.load_until(moment, "a", PROMPT)
         pair.consumer.engine.abort(request)
         assert pair.consumer.engine.num_used_blocks == PROMPT_BLOCKS, "blocks are free while bytes may still arrive"
         await pair.ended("a")
@@ -317,20 +326,18 @@ class ConnectorConformance(CallConformance):
     async def test_blocks_of_a_load_are_in_quarantine_or_never_written_again(self, pair: Pair) -> None:
         """At any end of a load, its report decides which of its blocks other requests may use at once."""
         engine = pair.consumer.engine
-        for turns in (0, 1, 2, 5, 20, 100):
-            name = f"a{turns}"
-            request = pair.load(name, PROMPT, pair.producer.engine.prefill(name, PROMPT))
+        moments: tuple[Moment, ...] = (0, 1, 2, 5, 20, 100, "first bytes")
+        for number, moment in enumerate(moments):
+            name = f"a{number}"
+            request = await pair.load_until(moment, name, PROMPT)
             block_ids = pair.consumer.block_ids(request)
-            engine.step()
-            for _ in range(turns):
-                await asyncio.sleep(0)
             engine.abort(request)
             await pair.ended(name)
             free = sorted(set(block_ids) - engine.quarantined)
-            engine.pool.rows[free] = turns
+            engine.pool.rows[free] = number
             await pair.drained()
             await self.assert_consumer_is_empty(pair)
-            assert (engine.pool.rows[free] == turns).all(), "bytes arrived in blocks that were free"
+            assert (engine.pool.rows[free] == number).all(), "bytes arrived in blocks that were free"
 
     async def test_a_failed_load_spares_the_next(self, pair: Pair) -> None:
         handoff = pair.producer.engine.prefill("a", PROMPT)

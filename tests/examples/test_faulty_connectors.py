@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from connectors.reports import LoadEnded, SendingEnded
-from connectors.testing.connector_pair import LAYOUT
+from connectors.testing.connector_pair import LAYOUT, UNTOUCHED
 from connectors.testing.connector_suite import ConnectorConformance
 from connectors.testing.contexts import connector_context
 from core.config_workers import ConnectorSection
@@ -178,6 +178,32 @@ async def test_the_suite_finds_that_damage_is_used(suite):
 
 async def test_the_suite_finds_that_a_dtype_is_ignored(suite):
     await fails(suite(ignores_the_dtype), "test_a_handoff_of_something_else_is_refused_and_released", "host", "dtype")
+
+
+@pytest.mark.parametrize(
+    ("test", "arguments"),
+    [
+        ("test_nothing_writes_the_blocks_of_a_load_after_the_end_of_its_abort", ()),
+        ("test_blocks_of_a_load_are_in_quarantine_or_never_written_again", ()),
+        ("test_abort_while_loading_leaves_nothing", ("first bytes",)),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+async def test_the_suite_aborts_loads_whose_bytes_are_coming(suite, test, arguments):
+    """A load whose producer has not even heard of it shows nothing of how its bytes end."""
+    one, num_moving = suite(lambda connector: None), 0
+    async with one.started_pair() as pair:
+
+        def abort(old, request):
+            nonlocal num_moving
+            rows = pair.consumer.engine.pool.rows[pair.consumer.block_ids(request)]
+            num_moving += not ((rows == UNTOUCHED).all() or (rows == rows[0, 0]).all())
+            assert not pair.producer.connector.scheduler.has_pending_push_work()
+            old(request)
+
+        replace(pair.consumer.engine, "abort", abort)
+        await getattr(one, test)(pair, *arguments)
+    assert num_moving
 
 
 async def test_the_suite_demands_a_way_to_damage_bytes_that_lie_between_the_workers(suite):
