@@ -47,7 +47,7 @@ class ReportingWorker(KVConnectorWorker, Generic[ReportT]):
             EngineDead: a thread or the event loop of the connector has failed, so that loads may never end.
         """
         if self._death is not None:
-            raise EngineDead(f"{self._name} has died: {self._death!r}")
+            raise EngineDead(f"{self._name} has died: {self._death!r}") from self._death
         output = KVConnectorOutput()
         while self._reports:
             self.add_report(self._reports.popleft(), output)

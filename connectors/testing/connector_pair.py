@@ -127,7 +127,11 @@ class Pair:
         """Wait for the ends of these loads, and until the consumer has reported all that follows from them."""
         await self.producer.settle()  # it may have to write first
         loads = self.consumer.engine.loads
-        await self.consumer.engine.until(lambda: all(loads[request_id].is_ended for request_id in request_ids))
+        try:
+            await self.consumer.engine.until(lambda: all(loads[request_id].is_ended for request_id in request_ids))
+        except TimeoutError:
+            self.producer.engine.step()  # if it has died, its error is the reason
+            raise
         await self.consumer.settle()
 
     async def drained(self) -> None:

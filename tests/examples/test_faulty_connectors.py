@@ -9,10 +9,11 @@ import msgspec
 import pytest
 
 from connectors.reports import LoadEnded, SendingEnded
-from connectors.testing.connector_pair import LAYOUT, UNTOUCHED
+from connectors.testing.connector_pair import LAYOUT, PROMPT, UNTOUCHED
 from connectors.testing.connector_suite import ConnectorConformance
 from connectors.testing.contexts import connector_context
 from core.config_workers import ConnectorSection
+from core.errors import EngineDead
 
 pytestmark = pytest.mark.slow
 
@@ -204,6 +205,19 @@ async def test_the_suite_aborts_loads_whose_bytes_are_coming(suite, test, argume
         replace(pair.consumer.engine, "abort", abort)
         await getattr(one, test)(pair, *arguments)
     assert num_moving
+
+
+async def test_an_error_on_the_producers_thread_is_shown_with_its_line(suite):
+    def cannot_save(connector):
+        connector.worker._save = lambda save: {}["a name of the author's"]
+
+    async with suite(cannot_save).started_pair() as pair:
+        replace(pair.consumer.engine, "until", lambda old, condition: old(condition, 0.2))
+        pair.load("a", PROMPT, pair.producer.engine.prefill("a", PROMPT))
+        with pytest.raises(EngineDead, match="a name of the author's") as caught:
+            await pair.ended("a")
+    assert isinstance(caught.value.__cause__, KeyError)
+    assert caught.value.__cause__.__traceback__ is not None
 
 
 async def test_the_suite_demands_a_way_to_damage_bytes_that_lie_between_the_workers(suite):
