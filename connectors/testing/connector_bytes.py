@@ -6,6 +6,7 @@ Imports pytest; only tests import this module.
 
 from __future__ import annotations
 
+import asyncio
 from typing import ClassVar
 
 import pytest
@@ -15,6 +16,7 @@ from connectors.testing.connector_pairs import PROMPT_BLOCKS, ConnectorPairs
 from core.wire.kv import KVHandoff
 
 NUM_PROMPTS = 24  # more than fit into a pool at once
+_DIGESTS_S = 0.05  # for digests of blocks that a producer has heard of: no report says that they are made
 
 
 class ByteConformance(ConnectorPairs):
@@ -36,9 +38,14 @@ class ByteConformance(ConnectorPairs):
         pair.producer.engine.pool.rows[handoff.groups[0].block_ids[position], 5] ^= 1
 
     async def make_readable(self, pair: Pair, request_id: str, prompt: list[int]) -> KVHandoff:
-        """Compute a prompt; if the producer's blocks will be free before they are read, wait until they are."""
+        """Compute a prompt, and let the producer's connector hear of it.
+
+        If the producer's blocks will be free before they are read, wait until they are. Override it if a producer that holds
+        them takes long to make digests of them.
+        """
         handoff = pair.producer.engine.prefill(request_id, prompt)
         assert handoff is not None
+        await pair.producer.settle()
         if not self.holds_until_read:
             await pair.producer.engine.until(lambda: request_id not in pair.producer.engine.parked)
         return handoff
@@ -78,9 +85,17 @@ class ByteConformance(ConnectorPairs):
         if not self.can_be_damaged:
             pytest.skip("the connector finds no changed byte")
         handoff = await self.make_readable(pair, "a", PROMPT)
+        if self.holds_until_read:
+            await asyncio.sleep(_DIGESTS_S)
         self.damage(pair, handoff, position)
         pair.load("a", PROMPT, handoff)
-        await pair.ended("a")
+        try:
+            await pair.ended("a")
+        except AssertionError as used:
+            raise AssertionError(
+                f"the load used a byte that damage has changed in block {position}: {used}; if the connector makes its digests"
+                " later than that, override make_readable to wait for them, or damage to change what has been copied"
+            ) from used
         outcome = pair.consumer.engine.loads["a"]
         assert outcome.error is not None, "the load has not failed: does damage change what the reader reads?"
         assert not outcome.bad or position in outcome.bad

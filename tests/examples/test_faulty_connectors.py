@@ -174,7 +174,22 @@ async def test_the_suite_finds_the_fault(suite, fault, test, memory):
 
 async def test_the_suite_finds_that_damage_is_used(suite):
     message = await fails(suite(uses_what_is_damaged), "test_a_byte_that_has_changed_is_never_used", "host", 0)
-    assert "block 0 of a is wrong" in message
+    assert "the load used a byte that damage has changed in block 0: block 0 of a is wrong" in message
+
+
+async def test_a_producer_that_holds_its_blocks_has_heard_of_them_before_one_is_damaged(suite):
+    """It may make its digests only then."""
+    one = suite(lambda connector: None)
+    one.holds_until_read = True
+
+    def damage(pair, handoff, position):
+        assert not pair.producer.connector.scheduler.has_pending_push_work()
+        raise LookupError("enough")
+
+    one.damage = damage
+    async with one.started_pair() as pair:
+        with pytest.raises(LookupError, match="enough"):
+            await one.test_a_byte_that_has_changed_is_never_used(pair, 0)
 
 
 async def test_the_suite_finds_that_a_dtype_is_ignored(suite):
