@@ -9,7 +9,7 @@ thread. The sides share nothing but ``KVConnectorMetadata`` (one object per step
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry
@@ -317,13 +317,26 @@ def check_connector(made: object, setting: str, name: str) -> Connector:
     Raises:
         ConfigError: it is no connector, or has not both sides; names the setting and the fix.
     """
-    fix = "the factory must return an instance of core.connector.Connector with both sides, scheduler and worker"
-    if isinstance(made, Connector):
-        sides = {"scheduler": KVConnectorScheduler, "worker": KVConnectorWorker}
+    kinds: dict[str, type] = {"scheduler": KVConnectorScheduler, "worker": KVConnectorWorker}
+    check_made(made, Connector, kinds, setting, name)
+    assert isinstance(made, Connector)
+    return made
+
+
+def check_made(made: object, interface: type, sides: Mapping[str, type], setting: str, name: str) -> None:
+    """Check that a factory has made an instance of an interface with these sides.
+
+    Raises:
+        ConfigError: it has not; names the setting and the fix.
+    """
+    if isinstance(made, interface):
         missing = [side for side, kind in sides.items() if not isinstance(getattr(made, side, None), kind)]
         if not missing:
-            return made
+            return
         problem = f"{type(made).__name__} has no {' and no '.join(missing)} that derives from the interface"
     else:
         problem = "its factory returned None" if made is None else f"its factory returned {made!r}"
+    whole_name = f"{interface.__module__}.{interface.__name__}"
+    whose = "both sides, scheduler and worker" if len(sides) > 1 else f"its side {', '.join(sides)}"
+    fix = f"the factory must return an instance of {whole_name} with {whose}"
     raise ConfigError(f"{setting} = {name!r}: {problem}; {fix}", param=setting)

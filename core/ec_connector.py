@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from core.connector import WorkerContext
+from core.connector import WorkerContext, check_made
 from core.request import ECConnectorMetadata, ECConnectorOutput, Request, SchedulerOutput
 from core.wire.media import ECSource, MMFeature
 from core.wire.messages import ErrorInfo
@@ -228,3 +228,19 @@ class ECConnector(ABC):
 
 
 ECConnectorFactory = Callable[[ECContext], ECConnector]
+
+
+def check_ec_connector(made: object, name: str, *, only_computes: bool = False) -> ECConnector:
+    """Return what a factory of an EC connector has made. Without one a worker would compute every image itself, silently.
+
+    ``only_computes`` is True for an encode worker, which uses ``worker`` alone.
+
+    Raises:
+        ConfigError: it is no EC connector, or has not the sides; names the setting and the fix.
+    """
+    kinds: dict[str, type] = {"worker": ECConnectorWorker}
+    if not only_computes:
+        kinds = {"scheduler": ECConnectorScheduler, **kinds}
+    check_made(made, ECConnector, kinds, "ec_connector.name", name)
+    assert isinstance(made, ECConnector)
+    return made

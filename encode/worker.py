@@ -12,7 +12,7 @@ from pathlib import Path
 from connectors.registry import ec_connector_factory
 from core.config import KVFerryConfig
 from core.connector import WorkerContext
-from core.ec_connector import ECContext
+from core.ec_connector import ECContext, check_ec_connector
 from core.engine.build import apply_cpu_threads, device_of, dtype_of
 from core.engine.media.image_decode_thread import ImageDecodeThread
 from core.errors import ConfigError
@@ -43,7 +43,8 @@ def put_together(context: WorkerContext) -> Assembled:
     """Load the image half of the model and put engine, connector and handler together.
 
     Raises:
-        ConfigError: the model sees no images, or ``ec_connector.name`` leaves no way to read the embeddings.
+        ConfigError: the model sees no images, or ``ec_connector.name`` leaves no way to read the embeddings
+            or names a factory that makes no connector.
     """
     config = context.config
     make_connector = ec_connector_factory(config.ec_connector.name)
@@ -59,7 +60,8 @@ def put_together(context: WorkerContext) -> Assembled:
             "ec_connector.name = none: no worker could read what an encode worker computes; say p2p or shared, on all workers",
             param="ec_connector.name",
         )
-    connector = make_connector(ECContext(**vars(context), model_fingerprint=encoder.model_fingerprint))
+    made = make_connector(ECContext(**vars(context), model_fingerprint=encoder.model_fingerprint))
+    connector = check_ec_connector(made, config.ec_connector.name, only_computes=True)
     image_decode_thread = ImageDecodeThread(encoder)
     engine = EncodeEngine(
         encoder,

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from core.connector import Connector, ConnectorContext, ConnectorFactory, WorkerContext, check_connector
-from core.ec_connector import ECConnector, ECConnectorFactory, ECContext
+from core.ec_connector import ECConnector, ECConnectorFactory, ECContext, check_ec_connector
 from core.engine.build import BuiltEngine, apply_cpu_threads, build_engine
 from core.engine.core import Engine
 from core.engine.media.image_decode_thread import ImageDecodeThread
@@ -60,7 +60,7 @@ def assemble(
     """Load the model and put engine, connectors and handler together, limited to the worker's share of CPU threads.
 
     Raises:
-        ConfigError: a setting does not fit, or the connector's factory makes no connector.
+        ConfigError: a setting does not fit, or a connector's factory makes no connector.
     """
     apply_cpu_threads(context.config.worker)
     worker = vars(context)
@@ -69,11 +69,14 @@ def assemble(
         made = make(ConnectorContext(**worker, layout=layout, model_fingerprint=model))
         return check_connector(made, "connector.name", context.config.connector.name)
 
+    def make_checked_ec(make: ECConnectorFactory, model: bytes) -> ECConnector:
+        return check_ec_connector(make(ECContext(**worker, model_fingerprint=model)), context.config.ec_connector.name)
+
     built = build_engine(
         context.config,
         context.clock,
         make_connector and partial(make_checked, make_connector),
-        make_ec_connector and (lambda model: make_ec_connector(ECContext(**worker, model_fingerprint=model))),
+        make_ec_connector and partial(make_checked_ec, make_ec_connector),
         incarnation=context.incarnation,
         has_readers=context.has_readers,
     )

@@ -8,9 +8,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from connectors.ec.p2p import P2PECConnector
 from connectors.testing.contexts import worker_context
 from core.config import load_config
-from core.ec_connector import EmbeddingsLayout
+from core.ec_connector import ECConnector, EmbeddingsLayout
 from core.errors import ConfigError
 from core.testing.clock import FakeClock
 from core.wire.messages import RegisterEncoder
@@ -73,3 +74,28 @@ def test_without_a_connector_its_work_could_not_be_read(put_together):
     with pytest.raises(ConfigError, match="no worker could read") as refused:
         put_together()
     assert refused.value.param == "ec_connector.name"
+
+
+def test_a_factory_that_makes_no_ec_connector_keeps_it_from_starting(put_together, monkeypatch):
+    monkeypatch.setattr(worker, "ec_connector_factory", lambda name: lambda context: None)
+    with pytest.raises(ConfigError, match=r"ec_connector\.name = 'p2p': its factory returned None.*its side worker") as refused:
+        put_together("ec_connector.name=p2p")
+    assert refused.value.param == "ec_connector.name"
+
+
+@pytest.mark.slow
+def test_a_connector_that_only_computes_needs_no_scheduler(put_together, monkeypatch):
+    class OnlyComputes(ECConnector):
+        def __init__(self, context):
+            self.worker = P2PECConnector(context).worker
+
+        async def start(self):
+            raise NotImplementedError
+
+        async def stop(self):
+            raise NotImplementedError
+
+    monkeypatch.setattr(worker, "ec_connector_factory", lambda name: OnlyComputes)
+    _context, assembled = put_together("ec_connector.name=p2p")
+    assert isinstance(assembled.ec_connector, OnlyComputes)
+    assembled.built.engine.shutdown()
