@@ -243,6 +243,14 @@ async def test_the_suite_demands_a_way_to_damage_bytes_that_lie_between_the_work
             await one.test_a_byte_that_has_changed_is_never_used(pair, 0)
 
 
+@pytest.mark.parametrize(("holds", "text"), [(True, "if something does"), (False, "not tested: override lose_backend")])
+async def test_a_skip_says_when_a_backend_must_be_lost(suite, holds, text):
+    one = suite(lambda connector: None)
+    one.holds_until_read = holds
+    with pytest.raises(pytest.skip.Exception, match=text):
+        await one.lose_backend(None)
+
+
 async def test_the_suite_finds_a_thread_that_is_left(suite):
     left = []
 
