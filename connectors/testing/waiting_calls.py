@@ -8,6 +8,7 @@ an extension module waits for inside shows to nobody here, nor does a lock that 
 from __future__ import annotations
 
 import _socket
+import gc
 import io
 import os
 import socket
@@ -15,13 +16,13 @@ import sys
 import sysconfig
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial, wraps
 from inspect import getmembers, iscoroutinefunction, isfunction
 from pathlib import Path
-from types import FrameType
-from typing import ParamSpec, TypeVar
+from types import CodeType, FrameType
+from typing import Any, ParamSpec, TypeVar
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -33,10 +34,27 @@ _WAITING = {time.sleep, io.open, _socket.getaddrinfo, *(getattr(os, name) for na
 _SOCKET_CALLS = frozenset(
     {"accept", "connect", "recv", "recv_into", "recvfrom", "recvmsg", "send", "sendall", "sendmsg", "sendto"}
 )
-_WAITING_CODE = {threading.Condition.wait.__code__: "Condition.wait", threading.Thread.join.__code__: "Thread.join"}
+_SENDS = frozenset({"send", "sendall", "sendmsg", "sendto"})
+_INTERNET = {socket.AF_INET, socket.AF_INET6}
 _EXCUSED_CODE = threading.Thread.start.__code__  # it waits until the thread has begun
 _LIBRARY = sysconfig.get_path("stdlib")
-_EXCUSED_FILES = ("importlib", "linecache.py", "traceback.py")  # an import, or the text of an error
+# the text of an error, and what the worker does with a line of its log
+_EXCUSED_FILES = tuple(
+    os.path.join(_LIBRARY, name) for name in ("linecache.py", "traceback.py", "inspect.py", "logging" + os.sep)
+)
+_ASYNCIO = os.path.join(_LIBRARY, "asyncio") + os.sep
+_CALLS_OF_ASYNCIO = {"stat", "unlink"}  # it removes the path of a Unix server that it closes
+
+
+def _has_time(called: Mapping[str, Any]) -> bool:
+    return bool(called["timeout"] != 0)
+
+
+# what waits, by its code, and whether it does with these arguments
+_WAITING_CODE: dict[CodeType, tuple[str, Callable[[Mapping[str, Any]], bool]]] = {
+    threading.Condition.wait.__code__: ("Condition.wait", _has_time),
+    threading.Thread.join.__code__: ("Thread.join", lambda called: _has_time(called) and called["self"].is_alive()),
+}
 
 
 class WaitingCalls:
@@ -50,7 +68,8 @@ class WaitingCalls:
         for name, method in getmembers(interface, isfunction):
             if not name.startswith("_") and not iscoroutinefunction(method):
                 own = getattr(target, name)
-                setattr(target, name, self._watched(own, f"{type(target).__name__}.{name}"))
+                watched = self._watched(own, f"{type(target).__name__}.{name}")
+                object.__setattr__(target, name, watched)  # also of a frozen dataclass
 
     def _watched(self, method: Callable[P, R], name: str) -> Callable[P, R]:
         @wraps(method)
@@ -63,32 +82,45 @@ class WaitingCalls:
     @contextmanager
     def watching(self, name: str) -> Iterator[None]:
         """Watch this thread; also what else its event loop does meanwhile, if the code within awaits something."""
-        before = sys.getprofile()
+        before, collects = sys.getprofile(), gc.isenabled()
+        gc.disable()  # what ends with garbage is that of any test before
         sys.setprofile(partial(self._look, name))
         try:
             yield
         finally:
             sys.setprofile(before)
+            if collects:
+                gc.enable()
 
     def _look(self, name: str, frame: FrameType, event: str, called: object) -> None:
         """See each call of a function, in C or in Python."""
         if event == "c_call":
-            waits_for = _waiting_c_call(called)
-        elif event == "call" and frame.f_code in _WAITING_CODE and frame.f_locals["timeout"] != 0:
-            waits_for = _WAITING_CODE[frame.f_code]
+            waits_for = _waiting_c_call(called, frame.f_code)
+        elif event == "call" and frame.f_code in _WAITING_CODE:
+            waits_for, waits = _WAITING_CODE[frame.f_code]
+            if not waits(frame.f_locals):
+                return
         else:
             return
         if waits_for and not _is_excused(frame):
             self.found.append(f"{name} calls {waits_for} in {_place(frame)}")
 
 
-def _waiting_c_call(called: object) -> str:
+def _waiting_c_call(called: object, caller: CodeType) -> str:
     """Return the name of a function that may wait; empty for another one."""
     name: str = getattr(called, "__name__", "")
     owner = getattr(called, "__self__", None)
     if isinstance(owner, socket.SocketType):
-        return f"socket.{name}" if name in _SOCKET_CALLS and owner.gettimeout() != 0 else ""
-    return name if called in _WAITING else ""
+        return f"socket.{name}" if name in _SOCKET_CALLS and _socket_waits(owner, name, caller) else ""
+    if called not in _WAITING or (name in _CALLS_OF_ASYNCIO and caller.co_filename.startswith(_ASYNCIO)):
+        return ""
+    return name
+
+
+def _socket_waits(used: socket.SocketType, name: str, caller: CodeType) -> bool:
+    """Nobody sees the arguments of a call in C: a function that names MSG_DONTWAIT uses it."""
+    is_datagram = used.type == socket.SOCK_DGRAM and used.family in _INTERNET and name in _SENDS
+    return used.gettimeout() != 0 and not is_datagram and "MSG_DONTWAIT" not in caller.co_names
 
 
 def _place(frame: FrameType) -> str:
@@ -101,7 +133,7 @@ def _place(frame: FrameType) -> str:
 def _is_excused(frame: FrameType | None) -> bool:
     while frame is not None:
         code = frame.f_code
-        if code is _EXCUSED_CODE or any(part in code.co_filename for part in _EXCUSED_FILES):
+        if code is _EXCUSED_CODE or "importlib" in code.co_filename or code.co_filename.startswith(_EXCUSED_FILES):
             return True
         frame = frame.f_back
     return False

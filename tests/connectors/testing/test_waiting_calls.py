@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
+import gc
+import inspect
+import logging.handlers
 import os
 import queue
 import socket
 import sys
 import threading
 import time
+from dataclasses import dataclass
 
 import pytest
 
@@ -51,9 +56,11 @@ def sockets():
 
 
 def wait_for_thread():
-    thread = threading.Thread(target=lambda: None)
+    ends = threading.Event()
+    thread = threading.Thread(target=ends.wait)
     thread.start()
-    thread.join()
+    thread.join(0.001)
+    ends.set()
 
 
 WAITS = {
@@ -85,6 +92,62 @@ def test_the_work_of_other_threads_is_theirs(found):
     assert found(thread.start) == [], "a thread is waited for until it has begun"
     assert found(lambda: orders.put(1)) == []
     thread.join()
+
+
+def test_a_thread_that_has_ended_is_not_waited_for(found):
+    thread = threading.Thread(target=lambda: None)
+    thread.start()
+    thread.join()
+    assert found(thread.join) == []
+
+
+def test_a_socket_that_blocks_is_sent_to_without_waiting(found, sockets):
+    assert found(lambda: sockets[0].send(b"a", socket.MSG_DONTWAIT)) == []
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as ours, socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as theirs:
+        theirs.bind(("127.0.0.1", 0))
+        assert found(lambda: ours.sendto(b"a", theirs.getsockname())) == []
+        assert len(found(lambda: theirs.recv(1))) == 1
+
+
+def test_the_files_of_logs_are_the_workers(found, tmp_path):
+    logger = logging.Logger("watched")
+    handler = logging.handlers.WatchedFileHandler(tmp_path / "log", delay=True)
+    logger.addHandler(handler)
+    assert found(lambda: logger.warning("a line")) == []
+    handler.close()
+    assert (tmp_path / "log").read_text() == "a line\n"
+
+
+def test_a_look_at_the_stack_is_no_wait(found):
+    assert found(inspect.stack) == []
+
+
+@pytest.mark.parametrize("name", ["stat", "unlink"])
+def test_asyncio_removes_the_path_of_a_unix_server(found, name, tmp_path):
+    """Python 3.13 does when the server is closed."""
+    path = tmp_path / "path"
+    path.touch()
+    names = {"call": getattr(os, name)}
+    exec(compile("def close(path): call(path)", asyncio.unix_events.__file__, "exec"), names)
+    assert found(lambda: names["close"](path)) == []
+
+
+def test_a_frozen_target_is_watched():
+    @dataclass(frozen=True)
+    class Frozen(Target):
+        pass
+
+    waits, target = WaitingCalls(), Frozen()
+    waits.watch(target, Interface)
+    target.run(lambda: time.sleep(0))
+    assert len(waits.found) == 1
+
+
+def test_what_ends_with_garbage_is_not_the_calls(found):
+    collects = []
+    assert found(lambda: collects.append(gc.isenabled())) == []
+    assert collects == [False]
+    assert gc.isenabled()
 
 
 def test_a_look_without_time_is_no_wait(found):
