@@ -1,8 +1,10 @@
 """Calls that wait, found without a clock: what Python calls on a thread that must not wait.
 
 An event loop that waits for a disk or a server sends no heartbeats meanwhile, and its worker is given up. The wait itself is
-short wherever a test runs, so the call is looked for and not its time: sleeps, files, sockets that block, ends of threads. What
-an extension module waits for inside shows to nobody here, nor does a lock that another thread holds.
+short wherever a test runs, so the call is looked for and not its time: sleeps, files, sockets that block, ends of threads and
+of processes, messages of processes, and selectors. What an extension module waits for inside shows to nobody here, nor does a
+lock that another thread holds, nor calls whose waiting is in their arguments: ``os.waitpid``, ``os.read``, ``select.select``
+and ``poll`` of ``select``.
 """
 
 from __future__ import annotations
@@ -11,7 +13,9 @@ import _socket
 import gc
 import io
 import os
+import selectors
 import socket
+import subprocess
 import sys
 import sysconfig
 import threading
@@ -20,6 +24,8 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial, wraps
 from inspect import getmembers, iscoroutinefunction, isfunction
+from multiprocessing.connection import _ConnectionBase
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any, ParamSpec, TypeVar
@@ -54,6 +60,17 @@ def _has_time(called: Mapping[str, Any]) -> bool:
 _WAITING_CODE: dict[CodeType, tuple[str, Callable[[Mapping[str, Any]], bool]]] = {
     threading.Condition.wait.__code__: ("Condition.wait", _has_time),
     threading.Thread.join.__code__: ("Thread.join", lambda called: _has_time(called) and called["self"].is_alive()),
+    subprocess.Popen.wait.__code__: ("Popen.wait", lambda called: _has_time(called) and called["self"].poll() is None),
+    BaseProcess.join.__code__: ("Process.join", lambda called: _has_time(called) and called["self"].is_alive()),
+    **{
+        getattr(_ConnectionBase, name).__code__: (f"Connection.{name}", lambda called: not called["self"].poll(0))
+        for name in ("recv", "recv_bytes", "recv_bytes_into")
+    },
+    **{
+        vars(kind)["select"].__code__: (f"{kind.__name__}.select", _has_time)
+        for name, kind in vars(selectors).items()
+        if isinstance(kind, type) and isfunction(vars(kind).get("select")) and kind is not selectors.BaseSelector
+    },
 }
 
 
@@ -98,7 +115,12 @@ class WaitingCalls:
             waits_for = _waiting_c_call(called, frame.f_code)
         elif event == "call" and frame.f_code in _WAITING_CODE:
             waits_for, waits = _WAITING_CODE[frame.f_code]
-            if not waits(frame.f_locals):
+            if _is_of_the_loop(frame):
+                return
+            try:
+                if not waits(frame.f_locals):
+                    return
+            except Exception:  # the call itself is about to raise it: what is closed, or another process's
                 return
         else:
             return
@@ -121,6 +143,13 @@ def _socket_waits(used: socket.SocketType, name: str, caller: CodeType) -> bool:
     """Nobody sees the arguments of a call in C: a function that names MSG_DONTWAIT uses it."""
     is_datagram = used.type == socket.SOCK_DGRAM and used.family in _INTERNET and name in _SENDS
     return used.gettimeout() != 0 and not is_datagram and "MSG_DONTWAIT" not in caller.co_names
+
+
+def _is_of_the_loop(frame: FrameType) -> bool:
+    """Return whether this is the select of an event loop, which has nothing else to do."""
+    return (
+        frame.f_code.co_name == "select" and frame.f_back is not None and frame.f_back.f_code.co_filename.startswith(_ASYNCIO)
+    )
 
 
 def _place(frame: FrameType) -> str:

@@ -6,12 +6,16 @@ import asyncio
 import gc
 import inspect
 import logging.handlers
+import multiprocessing
 import os
 import queue
+import selectors
 import socket
+import subprocess
 import sys
 import threading
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 
 import pytest
@@ -92,6 +96,57 @@ def test_the_work_of_other_threads_is_theirs(found):
     assert found(thread.start) == [], "a thread is waited for until it has begun"
     assert found(lambda: orders.put(1)) == []
     thread.join()
+
+
+def kinds_of(lines):
+    return [line.partition(" calls ")[2].split()[0] for line in lines]
+
+
+def test_a_program_that_runs_is_waited_for(found):
+    with subprocess.Popen(["cat"], stdin=subprocess.PIPE) as program:
+        with suppress(subprocess.TimeoutExpired):
+            assert program.wait(0.001) is None
+        lines = found(lambda: (program.stdin.close(), program.wait()))
+        assert found(program.wait) == [], "it has ended"
+    assert kinds_of(lines) == ["Popen.wait"]
+
+
+def test_a_process_that_runs_is_waited_for(found):
+    ours, theirs = multiprocessing.Pipe()
+    process = multiprocessing.get_context("spawn").Process(target=theirs.recv)
+    process.start()
+    assert kinds_of(found(lambda: process.join(0.001)))[0] == "Process.join"
+    ours.send(None)
+    process.join()
+    assert found(process.join) == [], "it has ended"
+
+
+def test_a_message_that_is_not_there_is_waited_for(found):
+    waits = WaitingCalls()
+    ours, theirs = multiprocessing.Pipe()
+    os.set_blocking(ours.fileno(), False)  # so that the test ends
+    with pytest.raises(BlockingIOError), waits.watching("call"):
+        ours.recv()
+    assert kinds_of(waits.found) == ["Connection.recv"]
+    theirs.send(1)
+    assert found(ours.recv) == [], "it is there"
+    theirs.close()
+    ours.close()
+    with pytest.raises(OSError, match="closed"):
+        found(ours.recv)
+
+
+def test_a_selector_with_time_waits(found):
+    with selectors.DefaultSelector() as selector:
+        assert kinds_of(found(lambda: selector.select(0.001))) == [f"{type(selector).__name__}.select"]
+        assert found(lambda: selector.select(0)) == []
+
+
+async def test_the_selector_of_the_event_loop_has_nothing_else_to_do():
+    waits = WaitingCalls()
+    with waits.watching("stop"):
+        await asyncio.sleep(0.001)
+    assert waits.found == []
 
 
 def test_a_thread_that_has_ended_is_not_waited_for(found):
