@@ -22,6 +22,8 @@ from core.connector import Connector, KVConnectorScheduler, KVConnectorWorker
 from core.wire.early import MeetProducer
 
 _OPEN_FILES = Path("/proc/self/fd")
+_THREADS = Path("/proc/self/task")
+_TURNS_TO_END = 10  # of tasks that stop has cancelled
 _POOL_OF_THE_LOOP = "asyncio_"  # the threads of asyncio.to_thread stay
 
 
@@ -116,10 +118,10 @@ class CallConformance(ByteConformance):
         assert not waits.found, "these calls wait; let a thread do it:\n" + "\n".join(dict.fromkeys(waits.found))
 
     async def test_stop_leaves_no_thread_and_no_open_file(self) -> None:
-        """Nor does it wait in the event loop."""
+        """Nor a task or a process; and it does not wait in the event loop."""
         for _ in range(2):  # the first pair may leave what a process has once
             gc.collect()
-            threads, files = set(threading.enumerate()), _open_files()
+            threads, files, tasks, processes = set(threading.enumerate()), _open_files(), asyncio.all_tasks(), _children()
             async with self.started_pair() as pair:
                 await pair.make_handoff("a", PROMPT)
                 await pair.drained()
@@ -129,12 +131,30 @@ class CallConformance(ByteConformance):
                     await pair.producer.connector.stop()
                 assert not waits.found, f"stop waits in the event loop: {waits.found}"
             del pair
+        for _ in range(_TURNS_TO_END):
+            await asyncio.sleep(0)
+        running = asyncio.all_tasks() - tasks
+        assert not running, f"stop leaves the tasks {running}"
         gc.collect()
         names = [thread.name for thread in threading.enumerate() if thread not in threads]
         left = [name for name in names if not name.startswith(_POOL_OF_THE_LOOP)]
         assert not left, f"stop leaves the threads {left}"
+        children = _children().items() - processes.items()
+        assert not children, f"stop leaves the processes {dict(children)}"
         opened = _open_files() - files
         assert not opened, f"stop leaves open {dict(opened)}"
+
+
+def _children() -> dict[int, str]:
+    """Return the names of this process's children by id, without those that have ended."""
+    found: dict[int, str] = {}
+    for path in _THREADS.glob("*/children"):
+        for pid in path.read_text().split():
+            with suppress(OSError):  # it has been waited for
+                name, _, state = Path(f"/proc/{pid}/stat").read_text().partition(" (")[2].rpartition(") ")
+                if not state.startswith("Z"):
+                    found[int(pid)] = name
+    return found
 
 
 def _open_files() -> Counter[str]:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
+import os
+import subprocess
 import time
 from contextlib import suppress
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -264,3 +268,42 @@ async def test_the_suite_finds_a_thread_that_is_left(suite):
         await suite(leaves_its_thread).test_stop_leaves_no_thread_and_no_open_file()
     for worker in left:
         await worker.stop()
+
+
+async def test_the_suite_finds_a_task_that_is_left(suite):
+    left = []
+
+    def leaves_a_task(connector):
+        async def start(old):
+            await old()
+            left.append(asyncio.create_task(asyncio.sleep(60), name="forgotten"))
+
+        replace(connector, "start", start)
+
+    with pytest.raises(AssertionError, match=r"leaves the tasks .*forgotten"):
+        await suite(leaves_a_task).test_stop_leaves_no_thread_and_no_open_file()
+    for task in left:
+        task.cancel()
+
+
+@pytest.mark.skipif(not Path(f"/proc/self/task/{os.getpid()}/children").exists(), reason="the system does not list children")
+async def test_the_suite_finds_a_process_that_is_left(suite):
+    left = []
+
+    def begin():
+        left.append(subprocess.Popen(["sleep", "60"]))
+
+    def leaves_a_process(connector):
+        async def start(old):
+            await old()
+            begin()
+
+        replace(connector, "start", start)
+
+    try:
+        with pytest.raises(AssertionError, match=r"leaves the processes .*sleep"):
+            await suite(leaves_a_process).test_stop_leaves_no_thread_and_no_open_file()
+    finally:
+        for process in left:
+            process.kill()
+            process.wait()
