@@ -107,11 +107,12 @@ class ByteConformance(ConnectorPairs):
         """What is free is another request's: here nobody's, while further loads go through and until both sides have ended."""
         consumer, pool = pair.consumer.engine, pair.consumer.engine.manager.block_pool
         watched: set[int] = set()
-        moments: tuple[Moment, ...] = (0, 3, 30, "first bytes", "first bytes")
+        moments: tuple[Moment, ...] = ("no bytes", "no bytes", 0, 3, 30, "first bytes", "first bytes")
         for number, moment in enumerate(moments):
             request = await pair.load_until(moment, f"a{number}", [number, *PROMPT[1:]])
             block_ids = set(pair.consumer.block_ids(request))
             consumer.abort(request)
+            consumer.step()  # before the producer does anything else
             await pair.ended(f"a{number}")
             await consumer.until(lambda: not consumer.quarantined)
             free = pool.get_new_blocks(pool.num_free_blocks)

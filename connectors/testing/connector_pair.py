@@ -19,7 +19,8 @@ from core.request import KVConnectorOutput, Request
 from core.wire.kv import KVHandoff
 from core.wire.messages import Role
 
-Moment = int | Literal["first bytes"]  # turns of the event loop after the step that starts a load, or the first bytes of it
+# of a load: nobody has asked the producer yet, turns of the event loop after it was asked and the load has started, a change
+Moment = int | Literal["no bytes", "first bytes"]
 
 FINGERPRINT = b"conformance"
 LAYOUT = small_layout(block_size=32)
@@ -103,17 +104,18 @@ class Pair:
     async def load_until(self, moment: Moment, request_id: str, prompt: list[int]) -> Request:
         """Compute a prompt, start its load, and let it come as far as ``moment``: as a rule into the middle of its bytes.
 
-        The producer has its orders by then: a load for whose bytes nobody has asked yet would show nothing. The first bytes are
-        not waited for any longer once the connector has something to report: it may write in a step.
+        The producer has its orders by then, unless "no bytes" are to come. The first bytes are not waited for once the
+        connector has something to report: it may write in a step.
         """
         request = self.load(request_id, prompt, self.producer.engine.prefill(request_id, prompt))
         engine, rows = self.consumer.engine, sorted(self.consumer.block_ids(request))
         before = engine.pool.rows[rows]
-        await self.producer.settle()
+        if moment != "no bytes":
+            await self.producer.settle()
         engine.is_woken = False
         engine.step()
         if moment != "first bytes":
-            for _ in range(moment):
+            for _ in range(moment if isinstance(moment, int) else 0):
                 await asyncio.sleep(0)
             return request
         for _ in range(_LOOKS):

@@ -227,7 +227,7 @@ class ConnectorConformance(CallConformance):
         await pair.drained()
         await self.assert_consumer_is_empty(pair)
 
-    @pytest.mark.parametrize("moment", [None, 0, 1, 3, 10, 100, "first bytes"])
+    @pytest.mark.parametrize("moment", [None, "no bytes", 0, 1, 3, 10, 100, "first bytes"])
     async def test_abort_while_loading_leaves_nothing(self, pair: Pair, moment: Moment | None) -> None:
         """None: not even a step lies between the start of the load and the abort."""
         if moment is None:
@@ -326,12 +326,13 @@ class ConnectorConformance(CallConformance):
     async def test_blocks_of_a_load_are_in_quarantine_or_never_written_again(self, pair: Pair) -> None:
         """At any end of a load, its report decides which of its blocks other requests may use at once."""
         engine = pair.consumer.engine
-        moments: tuple[Moment, ...] = (0, 1, 2, 5, 20, 100, "first bytes")
+        moments: tuple[Moment, ...] = ("no bytes", 0, 1, 2, 5, 20, 100, "first bytes")
         for number, moment in enumerate(moments):
             name = f"a{number}"
             request = await pair.load_until(moment, name, PROMPT)
             block_ids = pair.consumer.block_ids(request)
             engine.abort(request)
+            engine.step()  # before the producer does anything else
             await pair.ended(name)
             free = sorted(set(block_ids) - engine.quarantined)
             engine.pool.rows[free] = number
