@@ -148,12 +148,11 @@ class CallConformance(ByteConformance):
 def _children() -> dict[int, str]:
     """Return the names of this process's children by id, without those that have ended."""
     found: dict[int, str] = {}
-    for path in _THREADS.glob("*/children"):
-        for pid in path.read_text().split():
-            with suppress(OSError):  # it has been waited for
-                name, _, state = Path(f"/proc/{pid}/stat").read_text().partition(" (")[2].rpartition(") ")
-                if not state.startswith("Z"):
-                    found[int(pid)] = name
+    for pid in " ".join(path.read_text() for path in _THREADS.glob("*/children")).split():
+        with suppress(OSError):  # it has been waited for
+            name, _, state = Path(f"/proc/{pid}/stat").read_text().partition(" (")[2].rpartition(") ")
+            if not state.startswith("Z"):
+                found[int(pid)] = name
     return found
 
 

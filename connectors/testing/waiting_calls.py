@@ -113,19 +113,21 @@ class WaitingCalls:
         """See each call of a function, in C or in Python."""
         if event == "c_call":
             waits_for = _waiting_c_call(called, frame.f_code)
-        elif event == "call" and frame.f_code in _WAITING_CODE:
-            waits_for, waits = _WAITING_CODE[frame.f_code]
-            if _is_of_the_loop(frame):
-                return
-            try:
-                if not waits(frame.f_locals):
-                    return
-            except Exception:  # the call itself is about to raise it: what is closed, or another process's
-                return
         else:
-            return
+            waits_for = _waiting_python_call(frame) if event == "call" else ""
         if waits_for and not _is_excused(frame):
             self.found.append(f"{name} calls {waits_for} in {_place(frame)}")
+
+
+def _waiting_python_call(frame: FrameType) -> str:
+    """Return the name of a function in Python that has been called and may wait; empty for another one."""
+    if frame.f_code not in _WAITING_CODE or _is_of_the_loop(frame):
+        return ""
+    waits_for, waits = _WAITING_CODE[frame.f_code]
+    try:
+        return waits_for if waits(frame.f_locals) else ""
+    except Exception:  # the call itself is about to raise it: what is closed, or another process's
+        return ""
 
 
 def _waiting_c_call(called: object, caller: CodeType) -> str:
