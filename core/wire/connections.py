@@ -13,11 +13,11 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping
-from typing import Any, TypeVar
+from typing import Any
 
 import zmq
 
-AnySocket = TypeVar("AnySocket", bound="zmq.Socket[Any]")
+from core.wire.sockets import AnySocket
 
 HANDSHAKE_FAILED_EVENTS = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 # The connection has ended, or none was made.
@@ -25,7 +25,7 @@ LOST_EVENTS = zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED | zmq.EVENT_CONNECT_RETR
 
 ANNOUNCED_WITHIN_S = 0.5  # ZeroMQ announces the next try to connect in the moment in which it gives up the last one
 _AWAY_S = 10.0
-_MAX_UNREAD = 100_000  # events of a monitor: 20 MB
+_MAX_UNREAD = 100_000  # events of a monitor, of some 100 bytes each
 _numbers = itertools.count()
 _HANDSHAKE_LIMIT_S = 60.0  # twice what ZeroMQ gives a handshake: an older connection has had one
 
@@ -73,7 +73,7 @@ class ClientConnections:
         self._maybe_good: set[int] = set()
         self._num_ends = 0  # that no announcement has followed
         self._since: float | None = None  # when that was first seen
-        self._was_good = False
+        self.was_good = False  # at any time
         self._away_since: float | None = None  # when that was first seen not to be so any more
 
     @property
@@ -94,7 +94,7 @@ class ClientConnections:
                 self._open.add(descriptor)
             case zmq.EVENT_HANDSHAKE_SUCCEEDED:
                 self._maybe_good = set(self._open)
-                self._was_good = True
+                self.was_good = True
             case zmq.EVENT_DISCONNECTED:
                 self._open.discard(descriptor)
                 self._maybe_good.discard(descriptor)
@@ -110,7 +110,7 @@ class ClientConnections:
         All events should have been noted before each.
         """
         self._since = _first_seen(self.may_have_given_up, self._since, now)
-        self._away_since = _first_seen(self._was_good and not self.is_good, self._away_since, now)
+        self._away_since = _first_seen(self.was_good and not self.is_good, self._away_since, now)
         has_ended = self._since is not None and now - self._since >= ANNOUNCED_WITHIN_S
         return has_ended or (self._away_since is not None and now - self._away_since >= _AWAY_S)
 

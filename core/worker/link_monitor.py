@@ -31,7 +31,6 @@ class LinkMonitor:
         self._connections = ClientConnections()
         self._is_open = False  # by the last event
         self._refusal = ""
-        self._was_good = False
         self._has_given_up = False
 
     def has_given_up(self) -> bool:
@@ -41,7 +40,7 @@ class LinkMonitor:
 
     def has_broken(self) -> bool:
         """Return True if ZeroMQ tries no more after a connection that was good, as after a damaged frame."""
-        return self.has_given_up() and self._was_good
+        return self.has_given_up() and self._connections.was_good
 
     def why_unusable(self) -> str:
         """Return why there is no connection, empty if there is one."""
@@ -53,7 +52,7 @@ class LinkMonitor:
         while self._events.poll(0):
             self._note(parse_monitor_message(self._events.recv_multipart(zmq.NOBLOCK)))
         self._has_given_up = self._connections.has_given_up(time.monotonic())
-        if self._has_given_up and not self._was_good:
+        if self._has_given_up and not self._connections.was_good:
             self._refusal = self._reason_of_end()
 
     def _note(self, found: Mapping[str, Any]) -> None:
@@ -63,7 +62,6 @@ class LinkMonitor:
         if kind == zmq.EVENT_CONNECT_RETRIED:
             return
         self._is_open = kind in (zmq.EVENT_CONNECTED, zmq.EVENT_HANDSHAKE_SUCCEEDED)
-        self._was_good |= kind == zmq.EVENT_HANDSHAKE_SUCCEEDED
         if is_refusal(found):
             self._refusal = self._reason_of_refusal()
         elif kind in (zmq.EVENT_HANDSHAKE_SUCCEEDED, zmq.EVENT_CLOSED):

@@ -10,7 +10,7 @@ import heapq
 from dataclasses import dataclass
 from itertools import count
 
-WOKEN_PER_TURN = 4  # each compares all workers, which takes a few milliseconds if a thousand are open
+WOKEN_PER_TURN = 4  # each compares all workers
 
 _Waiter = tuple[int, int, asyncio.Future[None]]  # the number of its place, and a number of its own
 

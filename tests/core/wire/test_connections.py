@@ -102,7 +102,7 @@ def test_one_connection_of_several_may_have_been_given_up():
     assert has_given_up
 
 
-def test_a_good_connection_whose_end_another_one_has_hidden_is_given_up_when_it_stays_away():
+def test_a_good_connection_whose_end_was_hidden_is_given_up_when_it_stays_away():
     found = connections((CONNECTED, 7), (SUCCEEDED, 0), (DISCONNECTED, 7), (RETRIED, 0))
     assert not any(found.has_given_up(now) for now in (10.0, 19.0))
     assert found.has_given_up(20.0)

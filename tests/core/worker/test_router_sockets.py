@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import logging
+from contextlib import asynccontextmanager
 
 import pytest
 import zmq
@@ -206,27 +207,61 @@ def can_bind(router, address):
     return True
 
 
-async def test_a_link_that_a_damaged_frame_has_ended_is_made_anew_at_once():
-    """libzmq connects no more after one."""
-    context = AsyncContext()
-    keys = derive_keys(new_cluster_key(RandomIds()))
+class DamageableLink:
+    """A link to a router with a key, through a proxy."""
+
+    def __init__(self, proxy, router, keys, interval_s):
+        self.proxy, self.router = proxy, router
+        self.address = "tcp://{}:{}".format(*proxy.address)
+        self.names, self.links = Names(self.address), Links()
+        self.sockets = RouterSockets(["name"], self.links, self.names.resolve, interval_s=interval_s, keys=keys)
+
+    async def connected(self):
+        await until(lambda: self.sockets.why_unusable().get(self.address) == "")
+
+    async def damage(self):
+        """Have a frame of the router damaged on its way."""
+        self.sockets.send(self.address, b"hello")
+        peer, _ = await self.router.recv_multipart()
+        self.proxy.damage_answers()
+        await self.router.send_multipart([peer, b"damaged on the way"])
+
+    async def made_anew(self):
+        anew = [f"+{self.address}", f"-{self.address}", f"+{self.address}"]
+        await until(lambda: self.sockets.note_events() or self.links.events == anew)
+        await self.connected()
+
+
+@asynccontextmanager
+async def damageable_link(interval_s):
+    context, keys = AsyncContext(), derive_keys(new_cluster_key(RandomIds()))
     router = router_socket(context, SocketOptions(max_message_bytes=1000, keys=keys))
     with TcpProxy(split_tcp(bind(router, "tcp://127.0.0.1:0"))) as proxy:
-        link = "tcp://{}:{}".format(*proxy.address)
-        links = Links()
-        sockets = RouterSockets(["name"], links, Names(link).resolve, interval_s=3600.0, keys=keys)
-        sockets.start()
-        await until(lambda: sockets.why_unusable().get(link) == "")
-        sockets.send(link, b"hello")
-        peer, _ = await router.recv_multipart()
-        proxy.damage_answers()
-        await router.send_multipart([peer, b"damaged on the way"])
-        await until(lambda: sockets.note_events() or links.events == [f"+{link}", f"-{link}", f"+{link}"])
-        await until(lambda: sockets.why_unusable()[link] == "")
-        sockets.send(link, b"here again")
-        assert (await router.recv_multipart())[1] == b"here again"
-        await sockets.close(0.0)
-    context.destroy(linger=0)
+        link = DamageableLink(proxy, router, keys, interval_s)
+        link.sockets.start()
+        try:
+            await link.connected()
+            yield link
+        finally:
+            await link.sockets.close(0.0)
+            context.destroy(linger=0)
+
+
+async def test_a_link_that_a_damaged_frame_has_ended_is_made_anew_at_once():
+    """libzmq connects no more after one."""
+    async with damageable_link(interval_s=3600.0) as link:
+        await link.damage()
+        await link.made_anew()
+        link.sockets.send(link.address, b"here again")
+        assert (await link.router.recv_multipart())[1] == b"here again"
+
+
+async def test_a_broken_link_is_made_anew_while_the_name_service_is_down():
+    async with damageable_link(interval_s=0.01) as link:
+        link.names.hangs = True
+        await link.names.asked_again(1)
+        await link.damage()
+        await link.made_anew()
 
 
 async def test_a_link_that_cannot_be_made_for_want_of_a_descriptor_is_tried_again(monkeypatch):
@@ -259,25 +294,3 @@ async def test_what_was_made_of_a_link_that_cannot_be_made_is_closed(monkeypatch
     await until(lambda: len(made) > 1)
     assert made[0].closed  # else closing would wait for it
     await sockets.close(0.0)
-
-
-async def test_a_broken_link_is_made_anew_while_the_name_service_is_down():
-    context = AsyncContext()
-    keys = derive_keys(new_cluster_key(RandomIds()))
-    router = router_socket(context, SocketOptions(max_message_bytes=1000, keys=keys))
-    with TcpProxy(split_tcp(bind(router, "tcp://127.0.0.1:0"))) as proxy:
-        link = "tcp://{}:{}".format(*proxy.address)
-        names, links = Names(link), Links()
-        sockets = RouterSockets(["name"], links, names.resolve, interval_s=0.01, keys=keys)
-        sockets.start()
-        await until(lambda: sockets.why_unusable().get(link) == "")
-        names.hangs = True
-        await names.asked_again(1)
-        sockets.send(link, b"hello")
-        peer, _ = await router.recv_multipart()
-        proxy.damage_answers()
-        await router.send_multipart([peer, b"damaged on the way"])
-        await until(lambda: sockets.note_events() or links.events == [f"+{link}", f"-{link}", f"+{link}"])
-        await until(lambda: sockets.why_unusable()[link] == "")
-        await sockets.close(0.0)
-    context.destroy(linger=0)

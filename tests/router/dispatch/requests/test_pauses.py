@@ -134,7 +134,7 @@ def test_late_messages_of_an_old_connection_do_not_cut_the_new_one_off(make_benc
     assert bench.core.membership.by_peer(b"d0-again") is None or worker.is_closed
 
 
-def test_a_late_heartbeat_by_an_older_connection_does_not_open_a_worker_that_is_cut_off(make_bench):
+def test_a_late_heartbeat_by_an_older_connection_opens_no_worker_that_is_cut_off(make_bench):
     bench = make_bench("a0", "a1")
     bench.receive("a0-2", Heartbeat(engine_id="a0", incarnation=1))
     bench.tick(0.0)
@@ -330,7 +330,7 @@ def test_workers_that_are_found_lost_one_after_the_other_are_not_all_probed_for_
     assert probed(bench.core.on_timer(bench.now)) == []
 
 
-def test_a_connection_that_is_lost_later_has_the_others_probed_while_a_dead_worker_stays_cut_off(make_bench):
+def test_a_connection_lost_later_has_the_others_probed_beside_a_dead_worker(make_bench):
     bench, _ = thawed(make_bench, 4)
     bench.do(bench.core.on_unreachable(b"a0", bench.now))
     bench.now += 1.0
@@ -397,7 +397,7 @@ def test_a_prompt_that_needs_more_than_the_one_before_it_waits_for_no_smaller_wo
     assert [refused(bench, Overloaded, prompt=number) for number in (9, 60)] == [True, False]
 
 
-def test_workers_are_not_compared_for_a_refused_prompt_if_those_that_are_cut_off_are_full(make_bench, compared):
+def test_workers_are_not_compared_for_a_refused_prompt_if_those_cut_off_are_full(make_bench, compared):
     bench = one_of_two_is_back(make_bench, {})
     bench.submit("r1")
     bench.core.membership.workers[1].num_running = 1
@@ -443,7 +443,7 @@ def test_the_prompts_that_wait_for_workers_count_towards_the_routers_limit(make_
 
 
 @pytest.mark.parametrize("late", [("a0",), ("a0", "a1")])
-def test_a_prompt_whose_time_is_too_short_for_the_others_waits_for_one_that_is_cut_off_and_idle(make_bench, late):
+def test_a_prompt_with_no_time_for_the_others_waits_for_an_idle_one_that_is_cut_off(make_bench, late):
     bench = one_of_two_is_back(make_bench, {})
     workers = {worker.key.engine_id: worker.key for worker in bench.core.membership.workers}
     for name in late:
