@@ -91,6 +91,8 @@ ATTACKS = (
     ),
     Attack("completion of 5 M ids", lambda served: _repeated(_COMPLETIONS, b'{"prompt":[', b"1", 5_000_000, b"]}")),
     Attack("completion of 499,000 ids", lambda served: _repeated(_COMPLETIONS, b'{"prompt":[', b"1", 499_000, b"]}")),
+    Attack("completion of 2.9 M prompts", lambda served: _repeated(_COMPLETIONS, b'{"prompt":[', b'"["', 2_900_000, b"]}")),
+    Attack("completion of 11 MB of quotation marks", lambda served: _text(_COMPLETIONS, "prompt", 11 * _MB // 2, '"')),
     Attack("completion of 1,024 prompts", lambda served: _completion(prompt=["hello"] * 1024)),
     Attack("completion of 128 prompts, n = 8", lambda served: _completion(prompt=["hello"] * 128, n=8)),
     Attack("completion of 128 prompts of 10 kB", lambda served: _completion(prompt=["hello " * 1700] * 128)),

@@ -7,6 +7,8 @@ not count, because a string is one value of any length.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+
 import numpy as np
 import numpy.typing as npt
 
@@ -28,46 +30,60 @@ def check_num_values(body: bytes) -> None:
     """
     if len(body) <= _UNCHECKED_BYTES:
         return
-    found = separators_outside_texts(body)
-    for character, most in _MOST.items():
-        if found[character] > most:
-            raise InvalidRequest(
-                f"the body has {found[character]} times {character!r}, at most {most} are taken: send less at once"
-            )
+    suspects = [character for character, most in _MOST.items() if _num_occurrences(body, character) > most]
+    if not suspects:
+        return
+    for found in separators_outside_texts(body, suspects):
+        for character, num_found in found.items():
+            if num_found > _MOST[character]:
+                raise InvalidRequest(
+                    f"the body has more than {_MOST[character]} times {character!r} outside of strings, the most taken: "
+                    "send less at once"
+                )
 
 
-def separators_outside_texts(body: bytes, piece_bytes: int = _PIECE_BYTES) -> dict[str, int]:
-    """Count the separators of values. The body is read in pieces of ``piece_bytes``, which bounds the memory used."""
-    found = dict.fromkeys(_MOST, 0)
-    octets, texts = np.frombuffer(body, np.uint8), _Texts()
-    for start in range(0, len(octets), piece_bytes):
-        piece = octets[start : start + piece_bytes]
-        ends = texts.ends_in(piece)
-        for character in _MOST:
-            positions = np.flatnonzero(piece == ord(character))
-            # After an even number of quotation marks no string is open.
-            found[character] += int(np.count_nonzero((np.searchsorted(ends, positions) + texts.num_before) % 2 == 0))
-        texts.num_before += len(ends)
-    return found
+def separators_outside_texts(
+    body: bytes, characters: Sequence[str] = tuple(_MOST), piece_bytes: int = _PIECE_BYTES
+) -> Iterator[dict[str, int]]:
+    """Count the separators of values; yield the counts so far after each piece of ``piece_bytes``, which bounds the memory."""
+    found, texts = dict.fromkeys(characters, 0), _Texts()
+    for piece in _pieces(body, piece_bytes):
+        is_outside = texts.are_outside(piece)
+        for character in characters:
+            found[character] += int(np.count_nonzero((piece == ord(character)) & is_outside))
+        yield found
+
+
+def _num_occurrences(body: bytes, character: str) -> int:
+    """Count a character, in strings and outside."""
+    return sum(int(np.count_nonzero(piece == ord(character))) for piece in _pieces(body, _PIECE_BYTES))
+
+
+def _pieces(body: bytes, piece_bytes: int) -> Iterator[_Octets]:
+    octets = np.frombuffer(body, np.uint8)
+    return (octets[start : start + piece_bytes] for start in range(0, len(octets), piece_bytes))
 
 
 class _Texts:
-    """Finds where the strings of a body begin and end, piece by piece."""
+    """Finds the strings of a body, piece by piece."""
 
     def __init__(self) -> None:
-        self.num_before = 0  # quotation marks in earlier pieces
-        self._num_backslashes = 0  # consecutive ones at the end of the last piece
+        self._is_open = False  # a string reaches beyond the last piece
+        self._is_escaping = False  # the last piece ends with a backslash that escapes what follows
 
-    def ends_in(self, piece: _Octets) -> npt.NDArray[np.intp]:
-        """Return the positions of the quotation marks that are not escaped by a backslash."""
-        quotes = np.flatnonzero(piece == _QUOTE)
-        is_other = piece != _BACKSLASH
-        if self._num_backslashes == 0 and is_other.all():
-            return quotes
-        last_other = np.maximum.accumulate(np.where(is_other, np.arange(len(piece)), -1))
-        before = np.where(quotes > 0, last_other[quotes - 1], -1)  # the last character before the mark that is no backslash
-        num_backslashes = quotes - 1 - before + np.where(before < 0, self._num_backslashes, 0)
-        in_a_row = len(piece) - 1 - int(last_other[-1])
-        self._num_backslashes = in_a_row + (self._num_backslashes if in_a_row == len(piece) else 0)
-        unescaped: npt.NDArray[np.intp] = quotes[num_backslashes % 2 == 0]
-        return unescaped
+    def are_outside(self, piece: _Octets) -> npt.NDArray[np.bool_]:
+        """Return which octets are in no string; a string begins with its first quotation mark and ends before its last."""
+        is_end = piece == _QUOTE
+        is_backslash = piece == _BACKSLASH
+        if self._is_escaping:
+            is_end[0] = is_backslash[0] = False
+        self._is_escaping = False
+        if is_backslash.any():
+            # A backslash escapes the next octet unless it is escaped itself: "the last one does" < "this is a backslash".
+            escapes = np.less.accumulate(is_backslash)
+            is_end[1:] &= ~escapes[:-1]
+            self._is_escaping = bool(escapes[-1])
+        is_end[0] ^= self._is_open
+        is_inside = np.logical_xor.accumulate(is_end)
+        self._is_open = bool(is_inside[-1])
+        return ~is_inside
