@@ -101,11 +101,12 @@ class QueueMoves:
         Prompts that stay hide no others: they are asked ever less often, and their worker's turn is the last for a while.
         """
         workers = self._membership.workers
-        if self._membership.pauses.is_settling(now) or not self._idle(workers, now):
+        crowded = self._crowded(workers, now)
+        if not crowded or self._membership.pauses.is_settling(now) or not self._idle(workers, now):
             return
         num_moves = num_in_vain = 0
         self._in_vain_at = {key: at for key, at in self._in_vain_at.items() if now < at + _LOOK_AGAIN_S}
-        for source in sorted(self._crowded(workers, now), key=lambda worker: self._turn(worker, now)):
+        for source in sorted(crowded, key=lambda worker: self._turn(worker, now)):
             for request in self._unbegun(source, now):
                 idle = self._idle(workers, now)
                 if not idle or num_moves >= MOST_MOVES:
