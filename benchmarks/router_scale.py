@@ -1,6 +1,6 @@
 """What a router costs per token and per stream, with a worker that emits tokens without computing.
 
-    python benchmarks/router_scale.py [--streams 10 100 1000] [--step-ms 25] [--seconds 6] [--processes 1] [--json FILE]
+    python benchmarks/router_scale.py [--streams 10 100 400 1200] [--step-ms 25] [--seconds 6] [--processes 1] [--json FILE]
 
 Processes on this machine: the router as an operator starts it, or several behind one port; a worker that answers every prompt
 with one token per step, in frames of up to 100 streams, as engines do; and this one, whose clients read streams of events and
@@ -37,6 +37,7 @@ TOKENS_GOAL, RELAY_GOAL_MS, STREAM_GOAL_KB = 35_000.0, 10.0, 50.0
 DRIVEN_SHARE = 0.7  # of the tokens per second that a core carries, at which the relay is judged
 REACHED_SHARE = 0.95  # of these, for the relay to count
 READY_TIMEOUT_S = 120.0
+MAX_CONNECTIONS = 12_000
 SETTLE_S = 1.0
 
 
@@ -99,9 +100,9 @@ def served(step_ms: float, model: str, num_processes: int) -> Iterator[tuple[int
     settings |= {
         "router.processes": num_processes,
         "log.level": "WARNING",
-        "router.max_connections": 12_000,
+        "router.max_connections": MAX_CONNECTIONS,
         "router.max_connections_per_address": 0,
-        "router.max_requests": 12_000,
+        "router.max_requests": MAX_CONNECTIONS,
     }
     assignments = [part for name, value in settings.items() for part in ("--set", f"{name}={value}")]
     with tempfile.TemporaryFile() as log:
@@ -168,10 +169,13 @@ async def load(
             lambda number=number, watched=watched: Client(port, number, num_tokens, is_watched=watched), "127.0.0.1", port
         )
         clients.append(client)
+    end = time.monotonic() + READY_TIMEOUT_S
     while not all(client.num_events for client in clients):
         failed = [client.error for client in clients if client.error]
         if failed:
             raise RuntimeError(f"a stream failed: {failed[0]!r}")
+        if time.monotonic() > end:
+            raise RuntimeError(f"some of {num_streams} streams get no token: more than {MAX_CONNECTIONS} are not taken")
         await asyncio.sleep(0.05)
     await asyncio.sleep(SETTLE_S)
     begin, events, cpu = time.monotonic(), sum(client.num_events for client in clients), routers.cpu_s()
@@ -245,7 +249,7 @@ def outcome(found: Sequence[Found], driven: Found, stream_bytes: float, num_proc
 
 def main() -> None:
     parser = make_parser(__doc__ or "", repeats=1)
-    parser.add_argument("--streams", type=int, nargs="+", default=(10, 100, 400), metavar="N")
+    parser.add_argument("--streams", type=int, nargs="+", default=(10, 100, 400, 1200), metavar="N")
     parser.add_argument("--step-ms", type=float, default=25.0, help="between two tokens of a stream (default: %(default)s)")
     parser.add_argument("--seconds", type=float, default=6.0, help="that are counted (default: %(default)s)")
     parser.add_argument("--processes", type=int, default=1, help="of the router, behind one port (default: %(default)s)")
