@@ -12,13 +12,15 @@ from pathlib import Path
 from core.clock import SystemClock
 from core.config import KVFerryConfig
 from core.descriptors import raise_descriptor_limit, report_full_table
-from core.gc_freeze import freeze_loaded_objects
+from core.gc_freeze import ShortCollections, freeze_loaded_objects
 from core.model.hub import resolve_model
 from core.process_signals import handled_signals
 from core.tracing import open_tracer
 from core.wire.key_rotation import keys_of
 from router.http.server import Router
 from router.openai.served_model import served_model
+
+_LOOK_EVERY_S = 1.0
 
 
 def run(config: KVFerryConfig, announce: Callable[[Mapping[str, str]], None] | None = None) -> int:
@@ -51,8 +53,18 @@ async def _serve(router: Router, announce: Callable[[Mapping[str, str]], None] |
     def on_signal() -> None:
         (must_hurry if must_stop.is_set() else must_stop).set()
 
-    with handled_signals(asyncio.get_running_loop(), on_signal):
-        return await _serve_until(router, announce, must_stop, must_hurry)
+    with handled_signals(asyncio.get_running_loop(), on_signal), ShortCollections() as collections:
+        looking = asyncio.create_task(_look_for_garbage(router, collections))
+        try:
+            return await _serve_until(router, announce, must_stop, must_hurry)
+        finally:
+            looking.cancel()
+
+
+async def _look_for_garbage(router: Router, collections: ShortCollections) -> None:
+    while True:
+        await asyncio.sleep(_LOOK_EVERY_S)
+        collections.look(router.in_flight.num_open, router.in_flight.num_ended)
 
 
 async def _serve_until(

@@ -64,6 +64,7 @@ async def unless_left(
     finally:
         working.cancel()
         await asyncio.gather(working, return_exceptions=True)
+        del working  # with an error it is in a ring: the task holds the error, and by its traceback the error this frame
 
 
 async def wait_for_leave(receive: Receive) -> None:

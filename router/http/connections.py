@@ -171,6 +171,8 @@ class GuardedConnection(HttpToolsProtocol):
         self._stop_receiving()
         self._stop_sending()
         super().connection_lost(exc)
+        # A method of the transport, which is closed: asyncio keeps it there, in a ring that only a full collection frees.
+        self.transport._read_ready_cb = None  # type: ignore[attr-defined]
 
     def pause_writing(self) -> None:
         """Start the timer of the client's reading."""

@@ -16,7 +16,8 @@ class InFlight:
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
-        self._num_open = 0
+        self.num_open = 0
+        self.num_ended = 0
         self._is_draining = False
         self._has_ended = asyncio.Event()
 
@@ -25,16 +26,17 @@ class InFlight:
         if self._is_draining or scope["type"] != ScopeType.HTTP or scope["method"] != "POST":
             await self._app(scope, receive, send)
             return
-        self._num_open += 1
+        self.num_open += 1
         try:
             await self._app(scope, receive, send)
         finally:
-            self._num_open -= 1
+            self.num_open -= 1
+            self.num_ended += 1
             self._has_ended.set()
 
     async def drain(self) -> None:
         """Wait for the requests in flight. Those that come from now on are not waited for: they are refused."""
         self._is_draining = True
-        while self._num_open:
+        while self.num_open:
             self._has_ended.clear()
             await self._has_ended.wait()

@@ -76,7 +76,10 @@ class RequestIdMiddleware:
 
         if scope["method"] == "HEAD":  # answered as GET; the server leaves the body out
             scope = {**scope, "method": "GET"}
-        await self._app(scope, receive_body, send_with_id)
+        try:
+            await self._app(scope, receive_body, send_with_id)
+        finally:
+            state.clear()  # it refers to the request, which else would stay until a collection of garbage finds the ring
 
 
 def plain_send(scope: Scope, send: Send) -> Send:

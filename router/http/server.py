@@ -90,8 +90,8 @@ class Router:
             has_metrics=config.ops_port is None,
             cors_origins=config.cors_origins,
         )
-        self._in_flight = InFlight(app)
-        self.app: ASGIApp = self._in_flight
+        self.in_flight = InFlight(app)
+        self.app: ASGIApp = self.in_flight
         tls = server_context(config.tls_cert, config.tls_key)
         self.http = HttpConfig(self.app, _client_limits(config), metrics.count_cut, tls)
         answers = ProbeAnswers(self.endpoints, package_version())
@@ -165,7 +165,7 @@ class Router:
             self._server.stop_listening()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(grace_s):
-                await self._in_flight.drain()
+                await self.in_flight.drain()
         serving, self._serving = self._serving, None
         await self.gateway.stop()
         if self._server is not None and serving is not None:

@@ -2,12 +2,13 @@
 
 import gc
 import importlib
+import weakref
 
 import pytest
 
 from core.config import load_config
 from core.errors import ConfigError
-from core.gc_freeze import freeze_loaded_objects, without_collections
+from core.gc_freeze import ShortCollections, freeze_loaded_objects, without_collections
 from core.worker.engine_worker import run_worker
 
 
@@ -69,3 +70,46 @@ def test_nothing_is_collected_while_libraries_are_imported_and_again_afterwards(
     with pytest.raises(ModuleNotFoundError), without_collections():
         importlib.import_module("no_such_module" if not gc.isenabled() else "gc")
     assert gc.isenabled()
+
+
+# ---- a process with many requests open -----------------------------------------------------------------------------------
+
+
+def test_a_full_collection_visits_only_what_is_new(collector):
+    with ShortCollections():
+        kept = Node()
+        gc.collect()
+        assert nodes_in_sight() == []
+        later = Node()
+        assert nodes_in_sight() == [later]
+    assert kept is not later
+
+
+def exempt_ring():
+    """Return a reference to garbage that became garbage only when it was exempt."""
+    node = Node()
+    gc.collect()
+    return weakref.ref(node)
+
+
+@pytest.mark.parametrize(("num_open", "enough"), [(0, 1000), (20, 1200)])
+def test_exempt_rings_are_found_once_enough_requests_have_ended(collector, num_open, enough):
+    with ShortCollections() as collections:
+        for start in (0, enough):
+            ring = exempt_ring()
+            gc.collect()
+            collections.look(num_open, start + enough - 1)
+            assert ring() is not None
+            collections.look(num_open, start + enough)
+            assert ring() is None
+
+
+def test_collections_are_as_before_at_the_end(collector):
+    thresholds, callbacks = gc.get_threshold(), list(gc.callbacks)
+    with ShortCollections():
+        assert gc.get_threshold() != thresholds
+    assert gc.get_threshold() == thresholds
+    assert gc.callbacks == callbacks
+    kept = Node()
+    gc.collect()
+    assert nodes_in_sight() == [kept]
