@@ -1,6 +1,7 @@
 """What a router costs per token and per stream, with a worker that emits tokens without computing.
 
-    python benchmarks/router_scale.py [--streams 10 100 400 1200] [--step-ms 25] [--seconds 6] [--processes 1] [--json FILE]
+    python benchmarks/router_scale.py [--streams 10 100 400 1200] [--step-ms 25] [--seconds 6] [--processes 1]
+                                      [--turnover 0] [--json FILE]
 
 Processes on this machine: the router as an operator starts it, or several behind one port; a worker that answers every prompt
 with one token per step, in frames of up to 100 streams, as engines do; and this one, whose clients read streams of events and
@@ -9,8 +10,9 @@ clients received in the same seconds gives microseconds per token; one core carr
 and N cores N times as many, if the figure does not grow with the number of processes. Relay: from the moment at which the
 worker sends a token until a client has its event, by the clock that all processes share; with many streams this includes the
 time in which the router, the worker and the clients share the cores. The last row drives 70 % of the tokens per second that one
-core carries by the row of the most tokens; where the clients are too slow for that, its relay misses its goal. Memory: growth
-of the routers' resident set by open streams that get no token.
+core carries by the row of the most tokens; where the clients are too slow for that, its relay misses its goal. With
+``--turnover`` so many streams a second are given up and as many begin, others than those whose relay is measured. Memory:
+growth of the routers' resident set by open streams that get no token.
 """
 
 from __future__ import annotations
@@ -50,6 +52,7 @@ class Found:
     router_us_per_token: float
     relay_p50_ms: float
     relay_p99_ms: float
+    relay_max_ms: float
 
 
 class Client(asyncio.Protocol):
@@ -60,7 +63,7 @@ class Client(asyncio.Protocol):
         self.times: list[float] = []
         self.error = b""
         self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._is_watched = is_watched
+        self.is_watched = is_watched
         self._is_accepted = False
         prompt = [FIRST_TOKEN_ID + number] * PROMPT_TOKENS
         body = json.dumps({"model": "bench", "prompt": prompt, "max_tokens": num_tokens, "stream": True, "ignore_eos": True})
@@ -78,7 +81,7 @@ class Client(asyncio.Protocol):
             self.error = b"" if self._is_accepted else data[:300]
         found = data.count(b"data: {")
         self.num_events += found
-        if self._is_watched and found:
+        if self.is_watched and found:
             self.times += [time.monotonic()] * found
         if b"data: [DONE]" in data:
             self._transport.close()
@@ -162,13 +165,23 @@ async def load(
     """Open the streams, wait until all have tokens, and count for some seconds."""
     loop = asyncio.get_running_loop()
     num_tokens = int((arguments.seconds + 4 * SETTLE_S + 0.02 * num_streams) * 1e3 / arguments.step_ms)
-    clients = []
-    for number in range(num_streams):
-        watched = number % max(1, num_streams // 20) == 0
+    clients: list[Client] = []
+
+    async def begin_stream(*, is_watched: bool) -> None:
         _, client = await loop.create_connection(
-            lambda number=number, watched=watched: Client(port, number, num_tokens, is_watched=watched), "127.0.0.1", port
+            lambda: Client(port, len(clients), num_tokens, is_watched=is_watched), "127.0.0.1", port
         )
         clients.append(client)
+
+    async def replace_streams() -> None:
+        others = (client for client in clients if not client.is_watched)  # new ones as well
+        while True:
+            await asyncio.sleep(1 / arguments.turnover)
+            next(others).close()
+            await begin_stream(is_watched=False)
+
+    for number in range(num_streams):
+        await begin_stream(is_watched=number % max(1, num_streams // 20) == 0)
     end = time.monotonic() + READY_TIMEOUT_S
     while not all(client.num_events for client in clients):
         failed = [client.error for client in clients if client.error]
@@ -177,11 +190,14 @@ async def load(
         if time.monotonic() > end:
             raise RuntimeError(f"some of {num_streams} streams get no token: more than {MAX_CONNECTIONS} are not taken")
         await asyncio.sleep(0.05)
+    replacing = asyncio.create_task(replace_streams()) if arguments.turnover else None
     await asyncio.sleep(SETTLE_S)
     begin, events, cpu = time.monotonic(), sum(client.num_events for client in clients), routers.cpu_s()
     await asyncio.sleep(arguments.seconds)
     elapsed, events = time.monotonic() - begin, sum(client.num_events for client in clients) - events
     cpu = routers.cpu_s() - cpu
+    if replacing is not None:
+        replacing.cancel()
     for client in clients:
         client.close()
     await asyncio.gather(*(client.done for client in clients))
@@ -192,7 +208,8 @@ async def load(
         for position, when in enumerate(client.times)
         if begin <= when <= begin + elapsed and position < len(sent.get(number, ()))
     )
-    return Found(num_streams, events / elapsed, 1e6 * cpu / events, relays[len(relays) // 2], relays[int(0.99 * len(relays))])
+    p50, p99 = relays[len(relays) // 2], relays[int(0.99 * len(relays))]
+    return Found(num_streams, events / elapsed, 1e6 * cpu / events, p50, p99, relays[-1])
 
 
 def times_of_steps(emitter: subprocess.Popen[str]) -> dict[int, list[float]]:
@@ -224,10 +241,11 @@ def tokens_per_core(found: Sequence[Found]) -> float:
 
 
 def outcome(found: Sequence[Found], driven: Found, stream_bytes: float, num_processes: int) -> Outcome:
-    columns = ("streams", "tokens/s", "router us per token", "tokens/s and core", "relay p50 ms", "p99 ms")
+    columns = ("streams", "tokens/s", "router us per token", "tokens/s and core", "relay p50 ms", "p99 ms", "longest ms")
     rows = [
         [str(one.num_streams), f"{one.tokens_per_s:,.0f}", f"{one.router_us_per_token:.1f}",
-         f"{1e6 / one.router_us_per_token:,.0f}", f"{one.relay_p50_ms:.1f}", f"{one.relay_p99_ms:.1f}"]
+         f"{1e6 / one.router_us_per_token:,.0f}",
+         *(f"{ms:.1f}" for ms in (one.relay_p50_ms, one.relay_p99_ms, one.relay_max_ms))]
         for one in (*found, driven)
     ]  # fmt: skip
     per_core, relay = tokens_per_core(found), driven.relay_p99_ms
@@ -253,6 +271,7 @@ def main() -> None:
     parser.add_argument("--step-ms", type=float, default=25.0, help="between two tokens of a stream (default: %(default)s)")
     parser.add_argument("--seconds", type=float, default=6.0, help="that are counted (default: %(default)s)")
     parser.add_argument("--processes", type=int, default=1, help="of the router, behind one port (default: %(default)s)")
+    parser.add_argument("--turnover", type=int, default=0, help="streams that end and begin per second (default: %(default)s)")
     arguments = parser.parse_args()
     if arguments.quick:
         arguments.streams, arguments.seconds = (3,), 0.5
