@@ -368,11 +368,11 @@ class TransportSuite:
         connected.assert_rows(1, [3], [3])
 
     def test_removing_a_peer_ends_its_reads(self, connected: Reader) -> None:
-        handle = connected.transport.post_read(PEER, 0, list(range(NUM_ROWS)), list(range(NUM_ROWS)))
+        rows = list(range(NUM_ROWS))
+        handles = [connected.transport.post_read(PEER, region, rows, rows) for region in (POOL_REGION, SEAL_REGION)]
         connected.transport.remove_peer(PEER)
         before = connected.memory.rows.copy()
-        (error,) = connected.wait(handle)
-        assert error is None or isinstance(error, PeerUnreachable)
+        assert all(error is None or isinstance(error, PeerUnreachable) for error in connected.wait(*handles))
         assert np.array_equal(connected.memory.rows, before), "bytes arrived after the fence"
         with pytest.raises(PeerUnreachable):
             connected.transport.post_read(PEER, 0, [1], [1])

@@ -63,11 +63,9 @@ class _Peer:
 class _ShortRows(NamedTuple):
     """Row numbers of a read of short rows, in pairs: copied at once, however they are scattered.
 
-    ``source`` and ``target`` have an item for each row: of bytes, numpy would copy them one by one.
+    No view of the rows is kept here: while one is left, their memory cannot be unmapped.
     """
 
-    source: npt.NDArray[np.void]
-    target: npt.NDArray[np.void]
     remote: npt.NDArray[np.int64]
     local: npt.NDArray[np.int64]
 
@@ -196,7 +194,7 @@ class ShmTransport(Transport):
         copies: deque[Run | _ShortRows] = deque()
         target = producer.targets[region]
         if isinstance(rows, np.ndarray) and target is not None and local.row_bytes <= MAX_SHORT_ROW_BYTES:
-            copies.append(_ShortRows(_as_items(rows), _as_items(target), np.asarray(remote_rows), np.asarray(local_rows)))
+            copies.append(_ShortRows(np.asarray(remote_rows), np.asarray(local_rows)))
         else:
             copies.extend(adjacent_runs(remote_rows, local_rows, max(1, COPY_BYTES_PER_POLL // local.row_bytes)))
         self._reads[handle] = _HostRead(handle, peer, region, copies)
@@ -313,7 +311,8 @@ class ShmTransport(Transport):
         row_bytes = producer.landing[read.region].row_bytes
         assert target is not None, "else the device copies"
         if isinstance(copy, _ShortRows):
-            copy.target[copy.local] = copy.source[copy.remote]
+            assert isinstance(source, np.ndarray), "rows on a device are copied in runs"
+            _as_items(target)[copy.local] = _as_items(source)[copy.remote]
             return len(copy.local) * row_bytes
         rows = target[copy.local : copy.local + copy.num_rows]
         # The GIL is released meanwhile: the engine thread computes.
@@ -348,5 +347,5 @@ def _host_rows(region: RowRegion) -> Rows | None:
 
 
 def _as_items(rows: Rows) -> npt.NDArray[np.void]:
-    """Return a view of rows with one item for each."""
+    """Return a view of rows with one item for each: of bytes, numpy would copy them one by one."""
     return rows.view(np.dtype((np.void, rows.shape[1])))[:, 0]

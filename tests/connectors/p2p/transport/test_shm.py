@@ -211,6 +211,21 @@ def test_removed_peer_leaves_neither_maps_nor_descriptors(reader, owner):
     assert (num_maps(), num_open_files()) == before
 
 
+@pytest.mark.parametrize("region", [POOL_REGION, SEAL_REGION])
+@pytest.mark.parametrize("is_dead", [False, True], ids=["removed", "dead"])
+def test_memory_is_given_back_while_reads_of_it_wait_for_their_turn(reader, owner, region, is_dead):
+    before = num_maps(), num_open_files()
+    reader.transport.add_peer(PEER, owner.metadata)
+    handles = [reader.transport.post_read(PEER, each, [3, 7], [5, 6]) for each in (POOL_REGION, region)]
+    if is_dead:
+        owner.kill()
+        reader.until(lambda: not reader.transport.pollables())
+    else:
+        reader.transport.remove_peer(PEER)
+    assert (num_maps(), num_open_files()) == before
+    assert all(isinstance(reader.wait(handle)[-1], PeerUnreachable) for handle in handles)
+
+
 @pytest.mark.slow
 def test_owner_sees_nothing_of_its_readers_and_readers_cannot_write(reader, owner):
     reader.transport.add_peer(PEER, owner.metadata)
