@@ -195,21 +195,24 @@ def drain_worker(address: str, timeout_s: float, sleep: Callable[[float], None] 
     import httpx
 
     deadline = time.monotonic() + timeout_s
-    has_agreed = False
+    has_agreed = was_reached = False
     with httpx.Client(base_url=address, timeout=5.0, trust_env=False) as client:  # a worker is behind no proxy
         while True:
-            answer = _ask_to_leave(client, has_agreed)
+            answer = _ask_to_leave(client, has_agreed, was_reached)
             if answer is None:
                 return
-            has_agreed = answer
+            has_agreed, was_reached = answer, True
             if time.monotonic() >= deadline:
                 state = "is still there" if has_agreed else "has not answered"
                 raise DrainFailed(f"the worker at {address} {state} after {timeout_s:g} s")
             sleep(POLL_INTERVAL_S)
 
 
-def _ask_to_leave(client: httpx.Client, has_agreed: bool) -> bool | None:
-    """Ask a worker to leave, or whether it is still there; return whether it has agreed, None once it has gone."""
+def _ask_to_leave(client: httpx.Client, has_agreed: bool, was_reached: bool) -> bool | None:
+    """Ask a worker to leave, or whether it is still there; return whether it has agreed, None once it has gone.
+
+    ``was_reached``: it has been asked before, and may have stood still: whether it left by the order cannot be seen from here.
+    """
     import httpx
 
     try:
@@ -217,6 +220,9 @@ def _ask_to_leave(client: httpx.Client, has_agreed: bool) -> bool | None:
     except httpx.ConnectError as error:
         if has_agreed:
             return None
+        if was_reached:
+            message = f"the worker at {client.base_url} has gone without an answer: its log says whether it drained or died"
+            raise DrainFailed(message) from None
         raise DrainFailed(f"no worker listens at {client.base_url}: {error}; {_OTHER_HOST}") from None
     except httpx.TransportError:
         return has_agreed  # it is busy, or closes; the next check shows which

@@ -229,7 +229,10 @@ def test_role_says_so_if_another_server_answers(monkeypatch, answer):
     ("answers", "reason"),
     [
         ([httpx.ConnectError("refused")], "no worker listens at http://localhost:1: refused"),
-        ([httpx.ReadTimeout("busy"), httpx.ConnectError("refused")], "no worker listens"),
+        (
+            [httpx.ReadTimeout("busy"), httpx.ConnectError("refused")],
+            "the worker at http://localhost:1 has gone without an answer: its log says whether it drained or died",
+        ),
         ([404], "does not drain: POST /drain is answered with HTTP 404"),
         ([405], "does not drain"),
     ],
