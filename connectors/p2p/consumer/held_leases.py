@@ -1,11 +1,12 @@
 """The leases that a consumer keeps alive, and a lower bound of how long each still lasts.
 
 Owns which handoffs are held from arrival to release, and the questions to their producers: all leases of one producer in one
-message, repeated every interval. A lease is good until a lower bound: the producer's answer, counted from the sending of the
-question, so that clocks are never compared. Answers and refusals name their question; lost, repeated or late answers can only
-lower the bound, and answers to questions from before a lease was taken are ignored for it. Each lease remembers the questions
-about itself, so however many leases there are, their answers find them. Leases say how long blocks are *kept*, and so whether a
-read is worth starting; they never prove that a read was right.
+message, repeated every interval. Its producer says how long a lease lasts: if no longer than an interval, it is asked about at
+half of that. A lease is good until a lower bound: the producer's answer, counted from the sending of the question, so that
+clocks are never compared. Answers and refusals name their question; lost, repeated or late answers can only lower the bound,
+and answers to questions from before a lease was taken are ignored for it. Each lease remembers the questions about itself, so
+however many leases there are, their answers find them. Leases say how long blocks are *kept*, and so whether a read is worth
+starting; they never prove that a read was right.
 """
 
 from __future__ import annotations
@@ -140,6 +141,8 @@ class HeldLeases:
                 continue
             if asked_at is not None:
                 lease.good_until = max(lease.good_until, asked_at + left_ms / 1000)
+                if lease.expected_until is None and left_ms / 1000 <= self._renew_interval_s:
+                    self._renew_at = min(self._renew_at, asked_at + left_ms / 2000)
             going_on.append(transfer_id)
         return going_on, ending
 

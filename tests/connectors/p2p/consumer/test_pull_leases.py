@@ -20,6 +20,31 @@ def test_hold_keeps_a_lease_alive_without_a_load(pull):
     assert renewed.message == LeaseRenew(transfer_ids=("t",), number=2)
 
 
+def test_lease_shorter_than_the_interval_is_renewed_while_it_lasts(pull):
+    """How long it lasts is set at its owner, how often it is renewed here."""
+    pull.hold()
+    pull.grant(3_000)
+    for number in range(2, 8):
+        assert pull.protocol.next_timer() == pull.now + 1.5
+        (renewed,) = pull.tick(1.5)
+        assert renewed.message == LeaseRenew(transfer_ids=("t",), number=number)
+        pull.grant(3_000)
+    pull.grant(30_000)
+    pull.release()
+    assert pull.tick(5) == []
+    assert pull.protocol.next_timer() is None
+
+
+def test_lease_that_its_owner_prolongs_no_more_ends_after_few_questions(make_pull):
+    pull = make_pull(lease_margin_s=1.0)
+    pull.hold()
+    ends_at = pull.now + 4
+    while len(pull.protocol.leases):
+        pull.grant(int(1000 * (ends_at - pull.now)))
+        pull.tick((pull.protocol.next_timer() or pull.now) - pull.now)
+    assert [message.number for message in pull.messages(LeaseRenew)] == [1, 2, 3]
+
+
 def test_renewals_are_batched_per_owner(pull, address):
     for name in ("t", "u", "v"):
         pull.hold(name)
