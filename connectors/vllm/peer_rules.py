@@ -13,7 +13,13 @@ from core.errors import ConfigError
 from core.wire.sockets import split_tcp
 
 ANY = "*"
+LOOPBACK, LOCALHOST = "127.0.0.1", "localhost"
 _HOST = re.compile(r"[\w.:-]+(%[\w.-]+)?", re.ASCII)  # a name, or an address with its zone; ZeroMQ reads more: "source;peer"
+
+
+def names_host(host: str) -> bool:
+    """Return True if this is a name or an address, and nothing that ZeroMQ would read as more."""
+    return _HOST.fullmatch(host) is not None
 
 
 class PeerRules:
@@ -35,6 +41,8 @@ class PeerRules:
                     message = f"kvferry.peers: {entry!r} is neither a name nor a network such as 10.0.0.0/8"
                     raise ConfigError(message, param="kvferry.peers") from None
                 self._names.append(entry.lower())
+                if entry.lower() == LOCALHOST:  # an engine told to bind it gives its address to others
+                    self._networks.append(ipaddress.ip_network(LOOPBACK))
 
     def refusal(self, control_address: str) -> str | None:
         """Return why this address must not be connected to, None if it may. It is ``tcp://host:port``."""
@@ -42,7 +50,7 @@ class PeerRules:
             host, port = split_tcp(control_address)
         except ConfigError:
             return f"{control_address!r:.80} is no address of a peer"
-        if not _HOST.fullmatch(host):
+        if not names_host(host):
             return f"{control_address!r:.80} names no host"
         if not 0 < port < 65536:
             return f"{control_address!r:.80} names no port"

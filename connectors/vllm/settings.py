@@ -9,22 +9,26 @@ import ipaddress
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args, get_origin
 
 import msgspec
 
 from connectors.p2p.settings import TransferSettings
-from connectors.vllm.peer_rules import PeerRules
+from connectors.vllm.peer_rules import LOCALHOST, LOOPBACK, PeerRules, names_host
+from core.config_checks import check_order
 from core.errors import ConfigError
 from core.wire.curve import ClusterKeys, derive_keys
 from core.wire.kv import KVVerify
+from core.wire.sockets import is_loopback
 
 PREFIX = "kvferry."
-LOOPBACK = "127.0.0.1"
 KEY_VARIABLE, KEY_FILE_VARIABLE = "KVFERRY_CLUSTER_KEY", "KVFERRY_CLUSTER_KEY_FILE"
 PRIVATE_NETWORKS = ("127.0.0.0/8", "10.0.0.0/8", "172.16.0.0/12", "192.168.0.0/16", "100.64.0.0/10", "fd00::/8", "::1/128")
 
-Seconds = Annotated[float, msgspec.Meta(gt=0)]
+MAX_PORT = 65535
+
+Seconds = Annotated[float, msgspec.Meta(gt=0, le=365 * 86400)]
+TransportName = Literal["shm", "nixl", "tcp"]
 
 
 class PluginSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -35,10 +39,10 @@ class PluginSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     parallelism goes on from there; 0 = any.
     """
 
-    transports: tuple[str, ...] = ("nixl", "tcp")
+    transports: Annotated[tuple[TransportName, ...], msgspec.Meta(min_length=1)] = ("nixl", "tcp")
     kv_verify: KVVerify = "auto"
     host: str = ""
-    port: Annotated[int, msgspec.Meta(ge=0, le=65535)] = 0
+    port: Annotated[int, msgspec.Meta(ge=0, le=MAX_PORT)] = 0
     cluster_key_file: str = ""
     insecure: bool = False  # without a key, bind other addresses than loopback all the same
     peers: tuple[str, ...] | None = None  # names and networks; None = private networks, without a key loopback only
@@ -63,10 +67,17 @@ class PluginSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         """Return the port of a tensor-parallel rank by vLLM's ``ParallelConfig``; data-parallel engines follow each other.
 
         They are told apart by their index: engines of a dense model are independent, and each has data-parallel rank 0.
+
+        Raises:
+            ConfigError: there is no such port.
         """
         if not self.port:
             return 0
-        return int(self.port + parallel.data_parallel_index * parallel.tensor_parallel_size + rank)
+        found = int(self.port + parallel.data_parallel_index * parallel.tensor_parallel_size + rank)
+        if found > MAX_PORT:
+            message = f"kvferry.port: {self.port} leaves no port for rank {rank} of data-parallel engine "
+            raise ConfigError(f"{message}{parallel.data_parallel_index}: it would be {found}", param="kvferry.port")
+        return found
 
     def peer_rules(self, has_key: bool) -> PeerRules:
         """Return which peers may be connected to.
@@ -85,7 +96,9 @@ class PluginSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             ConfigError: other machines could connect, and nothing would keep strangers out.
         """
         host = self.host or (own_address if has_key else LOOPBACK)
-        if not has_key and not self.insecure and not _is_loopback(host):
+        if host.lower() == LOCALHOST:  # peers compare addresses as text, and what a name stands for is not ours to say
+            host = LOOPBACK
+        if not has_key and not self.insecure and not is_loopback(host):
             raise ConfigError(
                 f"kvferry.host: {host} can be reached from other machines, and there is no cluster key: set "
                 f"kvferry.cluster_key_file or {KEY_FILE_VARIABLE}, or kvferry.insecure to true",
@@ -98,7 +111,8 @@ def read_settings(extra_config: Mapping[str, Any]) -> PluginSettings:
     """Return the settings of this configuration.
 
     Raises:
-        ConfigError: an unknown key, or a value of the wrong type or size; the message names the key.
+        ConfigError: an unknown key, a value of the wrong type or size, or two that contradict each other; the message names
+            the keys.
     """
     own = {key.removeprefix(PREFIX): value for key, value in extra_config.items() if key.startswith(PREFIX)}
     unknown = sorted(own.keys() - set(PluginSettings.__struct_fields__))
@@ -106,10 +120,15 @@ def read_settings(extra_config: Mapping[str, Any]) -> PluginSettings:
         known = ", ".join(PREFIX + name for name in PluginSettings.__struct_fields__)
         raise ConfigError(f"{PREFIX}{unknown[0]}: no such setting; there are {known}", param=PREFIX + unknown[0])
     try:
-        return msgspec.convert(own, PluginSettings)
+        found = msgspec.convert(own, PluginSettings)
     except msgspec.ValidationError as error:
         message, _, path = str(error).partition(" - at `$.")
-        raise ConfigError(f"{PREFIX}{path.rstrip('`')}: {message}", param=PREFIX + path.rstrip("`")) from None
+        path = path.rstrip("`")
+        allowed = _allowed_values(path.partition("[")[0])
+        message += f"; allowed: {', '.join(allowed)}" if allowed else ""
+        raise ConfigError(f"{PREFIX}{path}: {message}", param=PREFIX + path) from None
+    _check(found)
+    return found
 
 
 def read_keys(settings: PluginSettings, environment: Mapping[str, str] = os.environ) -> ClusterKeys | None:
@@ -131,8 +150,43 @@ def read_keys(settings: PluginSettings, environment: Mapping[str, str] = os.envi
     return derive_keys(secret, name)
 
 
-def _is_loopback(host: str) -> bool:
+def _allowed_values(name: str) -> tuple[str, ...]:
+    """Return the values of a setting, or of its items, if they are a few names."""
+    (kind,) = (field.type for field in msgspec.structs.fields(PluginSettings) if field.name == name)
+    while get_origin(kind) in (Annotated, tuple):
+        kind = get_args(kind)[0]
+    return get_args(kind) if get_origin(kind) is Literal else ()
+
+
+def _check(settings: PluginSettings) -> None:
+    """Check what the types do not say, before the engine loads its model and starts the agent, which has other names for it.
+
+    Raises:
+        ConfigError: a value that cannot work, or two that contradict each other.
+    """
+    section = PREFIX.rstrip(".")
+    check_order(section, settings, "lease_renew_interval_s < lease_s", "lease_s <= lease_max_s")
+    check_order(section, settings, "transport_retry_s <= transport_retry_max_s")
+    if len(set(settings.transports)) < len(settings.transports):
+        raise ConfigError(f"kvferry.transports: {list(settings.transports)} names one twice", param="kvferry.transports")
+    if settings.host:
+        _check_host(settings.host)
+    if settings.peers is not None:
+        PeerRules(settings.peers)
+
+
+def _check_host(host: str) -> None:
     try:
-        return ipaddress.ip_address(host).is_loopback
+        address: ipaddress.IPv4Address | ipaddress.IPv6Address | None = ipaddress.ip_address(host)
     except ValueError:
-        return host == "localhost"
+        address = None  # a name
+    if host == "*" or (address is not None and address.is_unspecified):
+        raise ConfigError(
+            f"kvferry.host: peers cannot connect to {host}, which stands for all addresses of a machine; set it to the host "
+            "name or IP address at which decode engines reach this one",
+            param="kvferry.host",
+        )
+    if not names_host(host) or (address is None and ":" in host):
+        raise ConfigError(
+            f"kvferry.host: {host!r} is neither a host name nor an IP address, without port and brackets", param="kvferry.host"
+        )

@@ -32,6 +32,7 @@ from connectors.vllm.identity import ModelIdentity
 from connectors.vllm.load_parts import LoadParts
 from connectors.vllm.orders import LoadOrder, QuarantineNews, RankAddress, RankOrders, RankReports, RemoteHandoff
 from connectors.vllm.sealing import KVWritten, Sealer, SealingThread
+from core.errors import ConfigError
 from core.kv.pool_region import KVPoolRegion
 
 
@@ -116,7 +117,12 @@ class WorkerSide:
             ConfigError: an address cannot be bound, or is none that peers can connect to.
             ConnectorUnavailable: no transport works here.
         """
-        self._agent.start(self.pool)
+        try:
+            self._agent.start(self.pool)
+        except ConfigError as error:
+            if error.param != "address":
+                raise
+            raise ConfigError(f"kvferry.host, kvferry.port: {error.message}", param="kvferry.port") from error
         if self._sealing is not None:
             self._sealing.start()
         driver = self._agent.driver

@@ -201,7 +201,7 @@ def test_kv_of_other_types_is_handed_off(new_pair, arguments):
     ("message", "arguments"),
     [
         ("kvferry.lease: no such setting", {"extra": {"kvferry.lease": 3}}),
-        full("kvferry.host: 0.0.0.0 can be reached", {"extra": settings(host="0.0.0.0")}),
+        full("kvferry.host: 192.0.2.1 can be reached", {"extra": settings(host="192.0.2.1")}),
         full("can be forged", {"prefix_caching_hash_algo": "xxhash_cbor"}),
     ],
 )

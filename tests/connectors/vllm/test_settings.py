@@ -20,7 +20,15 @@ def test_keys_of_others_are_ignored():
         ({"kvferry.lease_s": "long"}, "kvferry.lease_s"),
         ({"kvferry.lease_s": 0}, "kvferry.lease_s"),
         ({"kvferry.port": 70000}, "kvferry.port"),
-        ({"kvferry.kv_verify": "never"}, "kvferry.kv_verify"),
+        ({"kvferry.kv_verify": "never"}, "kvferry.kv_verify: .* allowed: auto, identity, digest"),
+        ({"kvferry.kv_cache_layout": "NHD"}, "kvferry.kv_cache_layout: .* allowed: BLHNC, LBHNC"),
+        ({"kvferry.transports": ["tcp", "tpc"]}, r"kvferry.transports\[1\]: .* allowed: shm, nixl, tcp"),
+        ({"kvferry.transports": []}, "kvferry.transports"),
+        ({"kvferry.transports": ["tcp", "tcp"]}, "kvferry.transports: .* twice"),
+        ({"kvferry.peers": ["10.0.0.0/33"]}, "kvferry.peers: '10.0.0.0/33'"),
+        ({"kvferry.lease_s": float("inf")}, "kvferry.lease_s"),
+        ({"kvferry.lease_max_s": 1e300}, "kvferry.lease_max_s"),
+        ({"kvferry.lease_s": float("nan")}, "kvferry.lease_s"),
     ],
 )
 def test_a_wrong_setting_is_refused_by_its_name(config, message):
@@ -28,7 +36,46 @@ def test_a_wrong_setting_is_refused_by_its_name(config, message):
         read_settings(config)
 
 
-@pytest.mark.parametrize("host", ["0.0.0.0", "10.1.2.3", "127.evil.example"])
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"lease_s": 3}, "kvferry.lease_renew_interval_s = 5 must be below kvferry.lease_s = 3"),
+        ({"lease_renew_interval_s": 60}, "kvferry.lease_renew_interval_s = 60 must be below kvferry.lease_s = 30"),
+        ({"lease_max_s": 10}, "kvferry.lease_s = 30 must be at most kvferry.lease_max_s = 10"),
+        ({"transport_retry_s": 100}, "kvferry.transport_retry_s = 100 must be at most kvferry.transport_retry_max_s = 60"),
+    ],
+)
+def test_durations_that_contradict_each_other_are_refused_with_both_values(config, message):
+    with pytest.raises(ConfigError, match=message):
+        read_settings({f"kvferry.{name}": value for name, value in config.items()})
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "*"])
+def test_a_host_that_stands_for_all_addresses_is_refused(host):
+    with pytest.raises(ConfigError, match=r"kvferry\.host: peers cannot connect"):
+        read_settings({"kvferry.host": host, "kvferry.insecure": True})
+
+
+@pytest.mark.parametrize("host", ["[::1]", "node-1:7000", "127.0.0.1:7000", "10.0.0.1;evil.example", "tcp://node-1", "a b"])
+def test_a_host_that_is_no_name_and_no_address_is_refused(host):
+    with pytest.raises(ConfigError, match=r"kvferry\.host: .* neither a host name nor an IP address"):
+        read_settings({"kvferry.host": host})
+
+
+@pytest.mark.parametrize("host", ["node-1", "p-0.llm.svc", "10.1.2.3", "fd00::1", "fe80::1%eth0"])
+def test_names_and_addresses_are_hosts(host):
+    assert read_settings({"kvferry.host": host}).bind_host(has_key=True, own_address="") == host
+
+
+@pytest.mark.parametrize("host", ["localhost", "LOCALHOST"])
+@pytest.mark.parametrize("peers", [{}, {"kvferry.peers": ["localhost"]}])
+@pytest.mark.parametrize("has_key", [False, True])
+def test_peers_allow_an_engine_on_localhost(host, peers, has_key):
+    bound = read_settings({"kvferry.host": host}).bind_host(has_key, own_address="10.0.0.9")
+    assert read_settings(peers).peer_rules(has_key).refusal(f"tcp://{bound}:7000") is None
+
+
+@pytest.mark.parametrize("host", ["10.1.2.3", "127.evil.example"])
 def test_without_a_key_only_loopback_is_bound(host):
     settings = read_settings({"kvferry.host": host})
     with pytest.raises(ConfigError, match=r"kvferry.host: .* cluster key"):
@@ -42,6 +89,13 @@ def test_ranks_and_engines_of_one_host_have_ports_of_their_own():
     engines = [SimpleNamespace(data_parallel_rank=0, data_parallel_index=index, tensor_parallel_size=2) for index in range(3)]
     assert [settings.port_of(rank, engine) for engine in engines for rank in range(2)] == list(range(7000, 7006))
     assert read_settings({}).port_of(1, engines[1]) == 0
+
+
+def test_a_port_beyond_the_last_one_is_refused_by_the_setting():
+    engine = SimpleNamespace(data_parallel_rank=0, data_parallel_index=1, tensor_parallel_size=2)
+    assert read_settings({"kvferry.port": 65532}).port_of(1, engine) == 65535
+    with pytest.raises(ConfigError, match=r"kvferry\.port: 65533 leaves no port for rank 1"):
+        read_settings({"kvferry.port": 65533}).port_of(1, engine)
 
 
 def test_without_a_host_a_key_decides():

@@ -19,7 +19,7 @@ from connectors.vllm.settings import PluginSettings
 from connectors.vllm.worker_side import RankRole, WorkerSide
 from core.clock import SystemClock
 from core.digest import BlockDigester
-from core.errors import ConnectorUnavailable
+from core.errors import ConfigError, ConnectorUnavailable
 from core.ids import RandomIds, new_incarnation
 from core.kv.pool_region import KVPoolRegion
 from core.kv.seals import BROKEN, ExpectedSeal, SealTable, each_by_itself, layout_fingerprint, map_seal_memory
@@ -56,6 +56,7 @@ class Rank:
         transports=("tcp",),
         is_on_device=False,
         unsealed_patience_s=0.0,
+        port=0,
         **settings,
     ):
         self.incarnation = new_incarnation(RandomIds())
@@ -71,7 +72,7 @@ class Rank:
         )
         driver = DriverSettings(
             transfer=PluginSettings(transports=transports, **settings).transfer,
-            control_address="tcp://127.0.0.1:0",
+            control_address=f"tcp://127.0.0.1:{port}",
             advertise_host="127.0.0.1",
             unsealed_patience_s=unsealed_patience_s,
             clock=SystemClock(),
@@ -79,7 +80,11 @@ class Rank:
         )
         role = RankRole(rank=0, num_kv_heads=num_kv_heads, is_producer=True, can_name_blocks=can_name_blocks)
         self.side = WorkerSide(role, identity, driver, self.pool)
-        self.address = self.side.start(MODEL)
+        try:
+            self.address = self.side.start(MODEL)
+        except ConfigError:
+            self.side.stop()
+            raise
 
     @property
     def peer(self):
@@ -302,6 +307,12 @@ def test_shm_is_refused_with_the_reason_and_the_next_transport_is_used(ranks, ca
         ranks("p", 10, transports=("shm",))
     assert list(ranks("p", 10, transports=("shm", "tcp")).address.transports) == ["tcp"]
     assert "memory file" in caplog.text
+
+
+def test_an_address_that_cannot_be_bound_is_refused_by_the_settings(ranks):
+    used = ranks("early", 0).address.control_address
+    with pytest.raises(ConfigError, match=f"^kvferry.host, kvferry.port: cannot bind {used}"):
+        ranks("late", 50, port=int(used.rpartition(":")[2]))
 
 
 def test_the_engine_does_not_go_on_without_its_agent(ranks):
