@@ -10,7 +10,9 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-import vllm
+from connectors.vllm.vllm_version import MINOR  # before anything of vLLM's that may differ
+
+# isort: split
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorRole,
@@ -28,7 +30,6 @@ from connectors.vllm.engine import (
     can_name_blocks,
     check_role,
     check_supported,
-    check_version,
     instruction_sets,
     model_identity,
     total_kv_heads,
@@ -62,7 +63,6 @@ class KvferryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         _log_as_vllm_does()
-        self._minor = check_version(vllm.__version__)
         check_supported(vllm_config, kv_cache_config)
         transfer = vllm_config.kv_transfer_config
         self._settings = read_settings(transfer.kv_connector_extra_config)
@@ -82,6 +82,12 @@ class KvferryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """Ask for the layout of the settings: by default that in which a block of all layers is one run of bytes."""
         return read_settings(vllm_config.kv_transfer_config.kv_connector_extra_config).kv_cache_layout
 
+    @classmethod
+    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
+        """Check the settings; no graph is in the way of a load. vLLM asks before it loads a model that has full CUDA graphs."""
+        read_settings(extra_config)
+        return False
+
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
         """Start this rank's agent on the engine's memory.
 
@@ -97,7 +103,7 @@ class KvferryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._check_engine_config(rank)
         specs = attention_specs(caches)
         layout = block_layout(kv_caches, caches, str(config.cache_config.cache_dtype), instruction_sets(config, specs))
-        model = model_identity(config, self._minor, settings.model, attention_names(config, specs))
+        model = model_identity(config, MINOR, settings.model, attention_names(config, specs))
         incarnation = new_incarnation(ids)
         has_digests = any(verifies_digests(settings.kv_verify, name) for name in settings.transports)
         pool = pool_of(kv_caches, caches.num_blocks, layout, incarnation, has_digests=has_digests)
@@ -142,7 +148,7 @@ class KvferryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         own, outer = self._vllm_config.kv_transfer_config, get_kv_transfer_group()._vllm_config.kv_transfer_config
         check_role(own, outer)
         if rank == 0 and own.is_kv_consumer and outer.kv_load_failure_policy != "recompute":
-            hint = 'set "kv_load_failure_policy": "recompute", or a handoff that cannot be used ends its request with an error'
+            hint = 'set "kv_load_failure_policy": "recompute", or a load that fails ends its request with an error'
             _log.warning(event("kv_load_failure_policy_is_fail", hint=hint))
 
     def get_handshake_metadata(self) -> Any:

@@ -67,6 +67,7 @@ def test_every_import_is_its_own_a_dependency_or_optional(unpacked):
     """``optional`` is what modules import inside functions or for types only, and only where it is there anyway."""
     optional = {"connector.py": {"vllm", "torch"}, "engine.py": {"vllm"}, "plugin.py": {"vllm"}, "pool.py": {"torch"}}
     optional |= {"block_copier.py": {"torch"}, "digest.py": {"torch"}, "metrics.py": {"vllm"}, "tracing.py": {"opentelemetry"}}
+    optional |= {"vllm_version.py": {"vllm"}}
     found = {
         (path.name, name)
         for path in unpacked.rglob("*.py")
@@ -122,7 +123,7 @@ def test_wheel_holds_the_compiled_copy(unpacked):
 
 
 def test_it_holds_nothing_that_the_plugin_does_not_use(builder):
-    modules = builder.closure(builder.plugin_modules())
+    modules = set(builder.closure(builder.plugin_modules())) - {"core.config_checks"}
     assert not [name for name in modules if name.startswith(("core.engine", "core.sched", "core.config", "router", "kvstore"))]
 
 
@@ -143,7 +144,7 @@ def test_imports_are_rewritten_and_nothing_else(builder):
 
 
 def test_the_agent_imports_without_torch_and_without_vllm(unpacked):
-    of_vllm = {"kvferry_vllm.connector", "kvferry_vllm.metrics"}
+    of_vllm = {"kvferry_vllm.connector", "kvferry_vllm.metrics", "kvferry_vllm.vllm_version"}
     names = [name for name in modules_of(unpacked) if name not in of_vllm]
     program = f"""
 import importlib, json, sys
@@ -161,6 +162,19 @@ def test_the_entry_point_never_raises(unpacked, tmp_path, disturbance):
         (tmp_path / "vllm/__init__.py").touch()
     program = "from kvferry_vllm.plugin import register; register(); register()"
     run_on(unpacked, program, tmp_path)
+
+
+def test_another_version_of_vllm_is_named_whatever_its_internals_are(unpacked, tmp_path):
+    (tmp_path / "vllm").mkdir()
+    (tmp_path / "vllm/__init__.py").write_text("__version__ = '0.31.0'")
+    program = """
+try:
+    import kvferry_vllm.connector
+except Exception as error:
+    print(type(error).__name__, error)
+"""
+    message = "ConfigError kvferry supports vLLM 0.32, this is 0.31.0: install a matching kvferry-vllm"
+    assert run_on(unpacked, program, tmp_path).strip() == message
 
 
 @pytest.mark.vllm

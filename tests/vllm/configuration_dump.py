@@ -38,6 +38,17 @@ def layout_beside_offloading(extra: dict[str, str]) -> str:
         return str(error)
 
 
+def refusal_of(extra: dict[str, object]) -> str:
+    """Return why vLLM makes no configuration with full CUDA graphs and these settings of ours, from what it asks us then."""
+    from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
+
+    try:
+        child = OURS | {"kv_connector_extra_config": extra}
+        return str(MultiConnector.requires_piecewise_for_cudagraph({"connectors": [child]}))
+    except Exception as error:
+        return str(error)
+
+
 def order_of_blocks(skipped_layer: int, num_bytes: int) -> str:
     """Return the order of bytes in blocks of 4 layers, one of which keeps the model's type; vLLM allocates ``num_bytes``."""
     import torch
@@ -63,4 +74,5 @@ if __name__ == "__main__":
     layouts = [layout_beside_offloading(extra) for extra in ({}, {"kvferry.kv_cache_layout": "LBHNC"})]
     # The second engine has more memory, the third keeps another layer in the model's type.
     orders = [order_of_blocks(layer, memory) for layer, memory in ((1, 1 << 20), (1, 3 << 20), (2, 1 << 20))]
-    print(json.dumps({"ports": ports_of_dense_engines(), "layouts": layouts, "orders": orders}))
+    refusals = [refusal_of(extra) for extra in ({}, {"kvferry.transports": ["tpc"]})]
+    print(json.dumps({"ports": ports_of_dense_engines(), "layouts": layouts, "orders": orders, "refusals": refusals}))

@@ -37,3 +37,7 @@ def test_engines_that_keep_other_layers_in_the_models_type_have_other_blocks(fou
     assert of_one.startswith("opaque-")
     assert of_one == with_more_memory
     assert of_one != of_another
+
+
+def test_wrong_settings_are_refused_before_a_model_with_full_cuda_graphs_loads(found):
+    assert found["refusals"] == ["False", "kvferry.transports[0]: Invalid enum value 'tpc'; allowed: shm, nixl, tcp"]
