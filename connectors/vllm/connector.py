@@ -73,6 +73,7 @@ class KvferryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._address: RankAddress | None = None
         self._block_pool: Any = None
         self._step_report = StepReport()
+        self._ranks_have_counted = False  # in the last step
         self._kv_caches: dict[str, Any] = {}  # keeps the memory that peers read
 
     # ---- start, worker side ------------------------------------------------------------------------------------------
@@ -235,6 +236,7 @@ class KvferryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def update_connector_output(self, connector_output: Any) -> None:
         """Apply the reports of all ranks, before vLLM frees blocks."""
+        self._ranks_have_counted = connector_output.kv_connector_stats is not None
         reports = connector_output.kv_connector_worker_meta
         self.scheduler_side.on_step_ended(
             connector_output.finished_sending or set(),
@@ -264,7 +266,8 @@ class KvferryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def get_kv_connector_stats(self) -> HandoffStats | None:
         """Return what this side has counted since the last step; None if nothing has happened."""
         if self._is_scheduler:
-            stats = stats_of_scheduler(self.scheduler_side.take_counts())
+            counts = self.scheduler_side.take_counts(ranks_have_counted=self._ranks_have_counted)
+            self._ranks_have_counted, stats = False, stats_of_scheduler(counts)
         else:
             stats = stats_of_rank(self.worker_side.take_counts())
         return None if stats.is_empty() else stats

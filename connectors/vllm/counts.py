@@ -39,7 +39,7 @@ class RankCounts:
 class SchedulerCounts:
     """What the scheduler side has seen since the last reading.
 
-    ``refusals`` are handoffs that were not read, by reason; ``held_blocks`` is None if their number has not changed.
+    ``refusals`` are handoffs that were not read, by reason; ``held_blocks`` is None if there is nothing new.
     """
 
     refusals: Counter[str]

@@ -29,7 +29,7 @@ _HELD_BLOCKS = "held_blocks"
 
 
 class HandoffStats(KVConnectorStats):  # type: ignore[misc]
-    """Counts of one step, or the sum of several. Held blocks are the last known number, None if no step has changed it."""
+    """Counts of one step, or the sum of several. Held blocks are the last known number, None if there is nothing new."""
 
     data: dict[str, Any]
 
@@ -56,7 +56,8 @@ class HandoffStats(KVConnectorStats):  # type: ignore[misc]
         """Return the counts as numbers, for the line that vLLM logs from time to time."""
         numbers = {name: round(self.data[name], 3) for name in _COUNTERS}
         by_reason = {f"{name} ({reason})": count for name in _BY_REASON for reason, count in self.data[name].items()}
-        return numbers | by_reason | {_HELD_BLOCKS: self.data[_HELD_BLOCKS] or 0}
+        held_blocks = self.data[_HELD_BLOCKS]
+        return numbers | by_reason | ({} if held_blocks is None else {_HELD_BLOCKS: held_blocks})
 
     def is_empty(self) -> bool:
         """Return True if nothing has happened."""

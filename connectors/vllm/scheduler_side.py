@@ -164,12 +164,12 @@ class SchedulerSide:
         _log.info(event("kvferry_reset", weights_epoch=model.weights_epoch))
         return True
 
-    def take_counts(self) -> SchedulerCounts:
-        """Return the counts since the last call."""
+    def take_counts(self, *, ranks_have_counted: bool = False) -> SchedulerCounts:
+        """Return the counts since the last call. The held blocks are told with all other counts, those of the ranks too."""
         refused, num_held = self.consumer.refused.copy(), self.producer.num_held_blocks + self.num_quarantined_blocks
         refusals, has_changed = refused - self._told_refusals, num_held != self._told_held_blocks
         self._told_refusals, self._told_held_blocks = refused, num_held
-        return SchedulerCounts(refusals, num_held if has_changed else None)
+        return SchedulerCounts(refusals, num_held if has_changed or refusals or ranks_have_counted else None)
 
     def _quarantine(self, added: Sequence[int], ended: Sequence[int]) -> None:
         pool = self._block_pool

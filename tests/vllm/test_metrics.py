@@ -44,6 +44,7 @@ shown = read_load(generate_latest().decode())
 assert (shown.handoffs.num_loads, shown.handoffs.num_bytes, shown.handoffs.num_verified_blocks) == (3, 3000, 30)
 assert (shown.handoffs.failures, shown.num_held_blocks) == ({"stale": 2, "digest": 1, "layout": 3}, 7)
 
+assert "held_blocks" not in stats_of_rank(ranks[0]).reduce()
 logged = received.aggregate(stats_of_scheduler(SchedulerCounts({}, 0))).reduce()
 assert logged == {
     "loads": 3, "verified_blocks": 30, "bytes": 3000, "transfer_seconds": 1.0, "verify_seconds": 0.5,
@@ -51,9 +52,50 @@ assert logged == {
 }, logged
 """
 
+OF_CONNECTOR = """
+from types import SimpleNamespace
+from connectors.vllm.connector import KvferryConnector
+from connectors.vllm.counts import RankCounts
+from connectors.vllm.metrics import stats_of_rank
+from connectors.vllm.orders import QuarantineNews, RankReports
+from connectors.vllm.peer_rules import PeerRules
+from connectors.vllm.scheduler_side import SchedulerSide, TransferGroups
+from core.ids import RandomIds
+from tests.connectors.vllm.fake_requests import engine
+from tests.connectors.vllm.test_counts import Pool
 
-def test_counts_are_added_up_over_ranks_and_steps():
+connector = KvferryConnector.__new__(KvferryConnector)
+connector._is_scheduler, connector._ranks_have_counted = True, False
+connector._scheduler_side = SchedulerSide(engine(), PeerRules(()), RandomIds(), TransferGroups((0,), (None,)))
+connector._scheduler_side.bind_block_pool(Pool(9))
+
+def told(stats, reports=None):
+    output = SimpleNamespace(
+        finished_sending=None, finished_recving=None, kv_connector_worker_meta=reports, kv_connector_stats=stats
+    )
+    connector.update_connector_output(output)
+    found = connector.get_kv_connector_stats()
+    return None if found is None else (stats.aggregate(found) if stats is not None else found).reduce()["held_blocks"]
+
+assert told(None) is None
+assert told(None, RankReports([QuarantineNews(added=(3, 4))])) == 2
+assert told(None) is None
+assert told(stats_of_rank(RankCounts(1, 10, 1000, 500.0, 250.0))) == 2
+assert told(None) is None
+assert connector.get_kv_connector_stats() is None
+"""
+
+
+def run_in_vllm(program):
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2]), "VLLM_TARGET_DEVICE": "cpu"}
-    command = [str(vllm_python()), "-c", PROGRAM]
+    command = [str(vllm_python()), "-c", program]
     run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
     assert run.returncode == 0, run.stderr[-2000:]
+
+
+def test_counts_are_added_up_over_ranks_and_steps():
+    run_in_vllm(PROGRAM)
+
+
+def test_the_held_blocks_are_told_with_the_counts_of_the_ranks():
+    run_in_vllm(OF_CONNECTOR)

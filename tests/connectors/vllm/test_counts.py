@@ -35,6 +35,7 @@ def test_a_refused_handoff_is_counted_once(side):
     side.on_new_request(FakeRequest("d", [1, 2, 3], {"do_remote_prefill": True, "remote_engine_id": "nixl"}))
     counts = side.take_counts()
     assert sum(counts.refusals.values()) == 1
+    assert counts.held_blocks == 0
     assert side.take_counts() == SchedulerCounts(counts.refusals - counts.refusals, None)
 
 
@@ -66,10 +67,14 @@ def test_the_engine_steps_until_no_block_is_quarantined(side):
     assert (sum(pool.references), side.take_counts().held_blocks) == (0, 0)
 
 
-def test_held_blocks_are_told_when_their_number_changes(side):
+def test_held_blocks_are_told_when_their_number_changes_and_with_other_counts(side):
     request = FakeRequest("p", list(range(5, 75)), REMOTE_DECODE)
     side.on_new_request(request)
     side.build_orders({"p": 70}, lambda _: ([1, 2, 3],))
+    assert side.take_counts().held_blocks == 3
+    assert side.take_counts().held_blocks is None
+    assert side.take_counts(ranks_have_counted=True).held_blocks == 3
+    side.on_new_request(FakeRequest("d", [1, 2, 3], {"do_remote_prefill": True, "remote_engine_id": "nixl"}))
     assert side.take_counts().held_blocks == 3
     assert side.take_counts().held_blocks is None
     request.status = Status.FINISHED_ABORTED
