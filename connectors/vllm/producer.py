@@ -143,10 +143,14 @@ class Producer:
     def request_finished(self, request: VllmRequest, table: Table) -> dict[str, Any] | None:
         """Publish the request's handoff and return its ``kv_transfer_params``; None: its blocks may be freed at once."""
         self._wanted.pop(request.request_id, None)
+        num_output_tokens = request.num_output_tokens
+        if num_output_tokens > 1 and request.status.name in ENDED_WELL and wants_handoff(request.kv_transfer_params):
+            hint = "a prompt is handed off after its first token: ask for max_tokens 1"
+            self._limited_log.warning("handoff_not_made", output_tokens=num_output_tokens, hint=hint)
         if request.request_id not in self._ordered:
             return None
         _, ordered = self._ordered[request.request_id]
-        is_whole = request.status.name in ENDED_WELL and request.num_output_tokens == 1
+        is_whole = request.status.name in ENDED_WELL and num_output_tokens == 1
         if not is_whole or not _holds(table, ordered.groups):
             self._cancel(request.request_id)
             return None

@@ -6,6 +6,7 @@ Runs on the engine core's thread.
 from __future__ import annotations
 
 import logging
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -15,6 +16,7 @@ import msgspec
 
 from connectors.vllm.consumer import Consumer
 from connectors.vllm.counts import SchedulerCounts
+from connectors.vllm.handoff_params import brings_handoff, wants_handoff
 from connectors.vllm.orders import RankOrders, RankReports
 from connectors.vllm.peer_rules import PeerRules
 from connectors.vllm.producer import EngineIdentity, Producer, Table
@@ -22,6 +24,7 @@ from connectors.vllm.prompt_hashes import VllmRequest
 from core.ids import IdSource
 from core.kv.hashing import BlockHasher
 from core.log import event
+from core.rate_limit import LimitedLog
 
 _log = logging.getLogger(__name__)
 
@@ -73,6 +76,7 @@ class SchedulerSide:
         self.num_quarantined_blocks = 0
         self._told_refusals: Counter[str] = Counter()
         self._told_held_blocks = 0
+        self._limited_log = LimitedLog(_log, time.monotonic)
 
     def bind_block_pool(self, block_pool: VllmBlockPool) -> None:
         """Keep the pool: blocks that a late read may still write get a reference of their own."""
@@ -84,10 +88,15 @@ class SchedulerSide:
         """Note what the request wants: its KV handed off, or loaded. One that vLLM has rejected ends the handoff it brings."""
         if request.abort_immediately and self.producer.end_own(request.kv_transfer_params):
             return
+        params = request.kv_transfer_params
         if self._is_producer:
             self.producer.on_new_request(request)
+        elif wants_handoff(params):
+            self._limited_log.warning("handoff_not_made", hint="this engine has kv_role kv_consumer")
         if self._is_consumer or request.abort_immediately:
             self.consumer.on_new_request(request)
+        elif brings_handoff(params):
+            self._limited_log.warning("handoff_not_read", hint="this engine has kv_role kv_producer, and computes the prompt")
 
     def num_loadable_tokens(self, request: VllmRequest, num_local_tokens: int) -> int:
         """Return how many tokens after the local hit can be loaded. Changes nothing."""
@@ -100,7 +109,7 @@ class SchedulerSide:
     def request_finished(self, request: VllmRequest, table: Table) -> dict[str, Any] | None:
         """Return the ``kv_transfer_params`` of a published handoff, whose blocks must be kept; else None."""
         self.consumer.request_finished(request.request_id)
-        return self.producer.request_finished(request, self._transferred(table))
+        return self.producer.request_finished(request, self._transferred(table)) if self._is_producer else None
 
     # ---- steps -------------------------------------------------------------------------------------------------------
 

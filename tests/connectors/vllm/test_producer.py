@@ -104,6 +104,31 @@ def test_a_handoff_that_no_reader_would_take_is_cancelled_and_said_once(producer
     assert caplog.text.count("event=handoff_too_large") == 1
 
 
+@pytest.mark.parametrize("is_scheduled_again", [False, True])
+def test_a_prefill_request_for_more_than_one_token_is_said_to_make_no_handoff(producer, caplog, is_scheduled_again):
+    for name in "ab":
+        request = prompt_of(name)
+        complete(producer, request, [3, 4, 5])
+        if is_scheduled_again:
+            producer.build_orders({name: 1}, lambda name: ([3, 4, 5],))
+        request.num_output_tokens = 2
+        assert finish(producer, request, [3, 4, 5]) is None
+        orders(producer)
+    assert caplog.text.count("event=handoff_not_made") == 1
+    assert "max_tokens 1" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("params", "status"), [({}, Status.FINISHED_STOPPED), (REMOTE_DECODE, Status.FINISHED_ABORTED)], ids=["other", "aborted"]
+)
+def test_nothing_is_said_of_a_request_that_no_handoff_is_expected_of(producer, caplog, params, status):
+    request = prompt_of("a", params=params)
+    complete(producer, request, [3, 4, 5])
+    request.num_output_tokens = 2
+    assert finish(producer, request, [3, 4, 5], status) is None
+    assert caplog.text == ""
+
+
 def test_a_preempted_request_is_cancelled_and_sealed_again(producer):
     request = prompt_of("a")
     (first,) = complete(producer, request, [3, 4, 5]).seals

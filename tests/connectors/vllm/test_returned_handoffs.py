@@ -68,3 +68,21 @@ def test_a_rejected_request_may_bring_anything(caplog):
     for value in (7, "%%%", None):
         bring(side, {"do_remote_prefill": True, "kvferry": value}, abort_immediately=True)
     assert side.consumer.refused.total() == 3
+
+
+@pytest.mark.parametrize(
+    ("params", "role", "message"),
+    [
+        (REMOTE_DECODE, {"is_producer": False}, "event=handoff_not_made"),
+        ({"do_remote_prefill": True}, {"is_consumer": False}, "event=handoff_not_read"),
+    ],
+)
+def test_a_request_for_an_engine_of_another_role_is_said_once(caplog, params, role, message):
+    side = new_side(**role)
+    for name in "ab":
+        request = FakeRequest(name, list(PROMPT), dict(params))
+        side.on_new_request(request)
+        step(side, **{name: 70})
+        request.num_output_tokens, request.status = 5, Status.FINISHED_LENGTH_CAPPED
+        assert side.request_finished(request, TABLE) is None
+    assert caplog.text.count(message) == caplog.text.count("event=") == 1
