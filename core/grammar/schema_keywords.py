@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 from urllib.parse import unquote
 
@@ -18,6 +18,21 @@ def with_schemas(keyword: str, value: Any, change: Callable[[Any], Any]) -> Any:
     if keyword in _SCHEMAS_BY_NAME and isinstance(value, dict):
         return {name: change(schema) for name, schema in value.items()}
     return change(value)
+
+
+def inner_schemas(keyword: str, value: Any) -> Iterator[tuple[tuple[str, ...], Any]]:  # noqa: ANN401 - JSON
+    """Yield what ``with_schemas`` changes, without the lists, and the steps of the pointer that leads there."""
+    if keyword in _DATA:
+        return
+    found: list[tuple[tuple[str, ...], Any]] = [((keyword,), value)]
+    if keyword in _SCHEMAS_BY_NAME and isinstance(value, dict):
+        found = [((keyword, name), schema) for name, schema in value.items()]
+    while found:
+        steps, inner = found.pop()
+        if isinstance(inner, list):
+            found += [((*steps, str(index)), item) for index, item in enumerate(inner)]
+        else:
+            yield steps, inner
 
 
 def may_lead_into_data(reference: str) -> bool:

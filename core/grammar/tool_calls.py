@@ -13,7 +13,7 @@ from typing import Any
 
 from core.errors import InvalidRequest
 from core.grammar.limits import MAX_GRAMMAR_BYTES
-from core.grammar.schema_keywords import with_schemas
+from core.grammar.references import as_pointers
 from core.grammar.translation import WHITESPACE, embedded_form, embedded_schema
 from core.wire.sampling import StructuredOutput
 
@@ -82,7 +82,11 @@ def form_or_calls(
 
 
 def calls_schema(schemas: Mapping[str, Mapping[str, Any]], arguments_key: str = "arguments") -> dict[str, Any]:
-    """Return the schema of one call as an object; a function's own references are moved with its schema."""
+    """Return the schema of one call as an object; each function's references mean what they do in its own schema.
+
+    Raises:
+        InvalidRequest: a reference cannot be told to, as ``as_pointers`` says.
+    """
     calls = [
         {
             "type": "object",
@@ -92,7 +96,7 @@ def calls_schema(schemas: Mapping[str, Mapping[str, Any]], arguments_key: str = 
         }
         for name in schemas
     ]
-    return {"anyOf": calls, "$defs": {name: _moved(schema, f"#/$defs/{name}") for name, schema in schemas.items()}}
+    return {"anyOf": calls, "$defs": {name: as_pointers(schema, f"#/$defs/{name}") for name, schema in schemas.items()}}
 
 
 class _CallsWriter:
@@ -141,15 +145,3 @@ class _CallsWriter:
         parts = re.split(f"({'|'.join(known)})", text) if known else [text]
         ids = self._special_tokens
         return " ".join(f"<[{ids[part]}]>" if part in ids else json.dumps(part, ensure_ascii=False) for part in parts if part)
-
-
-def _moved(schema: Any, base: str) -> Any:  # noqa: ANN401 - JSON
-    if isinstance(schema, list):
-        return [_moved(item, base) for item in schema]
-    if not isinstance(schema, dict):
-        return schema
-    found = {key: with_schemas(key, value, lambda inner: _moved(inner, base)) for key, value in schema.items()}
-    reference = found.get("$ref")
-    if isinstance(reference, str) and reference.startswith("#"):
-        found["$ref"] = base + reference[1:]
-    return found

@@ -16,6 +16,7 @@ from llguidance.gbnf_to_lark import gbnf_to_lark
 
 from core.errors import InvalidRequest
 from core.grammar.limits import StructuralTag, check_limits, parse_choices, parse_schema, parse_tag
+from core.grammar.references import as_pointers, has_identifiers
 from core.grammar.schema_keywords import with_schemas
 from core.wire.sampling import StructuredOutput
 
@@ -123,11 +124,11 @@ def _prepared(schema: Mapping[str, Any] | bool) -> dict[str, Any]:
     """Return a schema of the same meaning that the library takes.
 
     Raises:
-        InvalidRequest: the library would take it and not enforce it.
+        InvalidRequest: the library would take it and not enforce it, or a reference leads to nothing.
     """
     if isinstance(schema, bool):
         return {} if schema else {"enum": []}
-    prepared: dict[str, Any] = _prepare(dict(schema))
+    prepared: dict[str, Any] = _prepare(as_pointers(schema) if has_identifiers(schema) else dict(schema))
     return prepared
 
 
