@@ -28,6 +28,7 @@ from core.wire.sampling import StructuredOutput
 logger = logging.getLogger(__name__)
 
 CHECK_TIMEOUT_S = 5.0  # of CPU time, for one grammar; by the clock ``WALL_FACTOR`` times as long
+TOO_COMPLEX = "is too complex"  # a grammar whose process was ended
 _START_TIMEOUT_S = 30.0  # of CPU time: of the process, its libraries and its vocabulary
 _MAX_KEPT_BYTES = 4 << 20  # of the texts of grammars whose answers are kept
 # Ends of the process that the grammar did not cause: killed by us after the time by the clock, or by the kernel for want of
@@ -98,7 +99,7 @@ class GrammarChecker:
         if not is_out_of_time and found != -signal.SIGABRT:
             return f"{output.kind} cannot be used: compiling it ends the process that does so"
         limit = f"{self._timeout_s:g} s of CPU time" if is_out_of_time else "the memory allowed"
-        return f"{output.kind} is too complex: it could not be compiled within {limit}"
+        return f"{output.kind} {TOO_COMPLEX}: it could not be compiled within {limit}"
 
     def _try(self, output: StructuredOutput) -> Checked | int:
         """Return the answer of the process; if it had to be killed, or has died, its exit status, negative for a signal."""

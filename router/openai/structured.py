@@ -17,18 +17,19 @@ from typing import Any
 import msgspec
 
 from core.errors import InvalidRequest, Overloaded
-from core.grammar.checker import GrammarChecker
+from core.grammar.checker import TOO_COMPLEX, GrammarChecker
 from core.grammar.child import Setup
 from core.grammar.limits import check_limits
 from core.grammar.tool_calls import CallSyntax
 from core.model.tokenizer import Tokenizer
 from core.wire.sampling import IGNORES_END, GrammarKind, StructuredOutput
 from router.openai.requests import CommonRequest, is_one_of
-from router.openai.tool_choice import ToolUse, calls_form, form_or_free_calls, in_words_of_tools
+from router.openai.tool_choice import ToolUse, calls_form, form_or_free_calls, function_form, in_words_of_tools
 from router.threads import submit
 
 MAX_TRIALS = 256
 MAX_WAIT_S = 20.0
+_MAX_SEARCH_S = 5.0  # for the function at fault; each trial might take as long as that of all functions
 
 # vLLM's name of each form, as a key of ``structured_outputs`` and after ``guided_``.
 _KINDS: dict[str, GrammarKind] = {
@@ -265,8 +266,9 @@ class GrammarGate:
         await self.check(form, field, tenant)
         if form is None or field is None or tools is None:
             return form
+        calls = calls_form(tools)
         found = form_or_free_calls(form, field, tools, syntaxes, self._tokenizer.special_tokens)
-        await self._check_calls(calls_form(tools), tools, tenant)
+        await self._check_calls(calls, tools, tenant)
         await self.check(found, field, tenant)
         return found
 
@@ -274,7 +276,27 @@ class GrammarGate:
         try:
             await self.check(calls, "tools", tenant)
         except InvalidRequest as error:
-            raise in_words_of_tools(error, tools) from None
+            raise await self._of_function_at_fault(error, tools, tenant) from None
+
+    async def _of_function_at_fault(self, error: InvalidRequest, tools: ToolUse, tenant: int) -> InvalidRequest:
+        """Return why calls cannot be compiled, of the first function whose own schema cannot be either, if one is found."""
+        if tools.named:
+            return in_words_of_tools(error, tools, tools.named)
+        names = list(tools.schemas)
+        if TOO_COMPLEX in error.message:
+            return in_words_of_tools(error, tools, names[0] if len(names) == 1 else "")
+        now = asyncio.get_running_loop().time
+        end = now() + _MAX_SEARCH_S
+        for name in names:
+            if now() >= end:
+                break
+            try:
+                await self.check(function_form(tools, name), "tools", tenant)
+            except InvalidRequest as own:
+                return in_words_of_tools(own, tools, name)
+            except Overloaded:
+                break  # what is known of all is an answer
+        return in_words_of_tools(error, tools)
 
     async def _try(self, output: StructuredOutput, tenant: int) -> None:
         trial = self._trials.get(output)

@@ -13,14 +13,15 @@ from typing import Any, Literal
 import msgspec
 
 from core.errors import InvalidRequest
-from core.grammar.limits import ENDLESS, check_limits
+from core.grammar.limits import ENDLESS, MAX_SCHEMA_BYTES, check_limits
 from core.grammar.tool_calls import CallSyntax, calls_schema, form_or_calls
 from core.wire.sampling import IGNORES_END, StructuredOutput
 from router.openai.requests import ChatCompletionRequest
 
 MAX_TOOLS = 128
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
-_MOVED_POINTER = re.compile(rf"'/\$defs/({_NAME.pattern})(/[^']*)'")  # of a reference, where a list of calls has its function
+_LIST_BYTES = 80  # what a list of calls has beside the schema of a call, at most
+_OWN_WORD = "json_schema "  # of a form; a client's tool has no such field
 _FIELDS = (("description", str, "a string"), ("strict", bool, "true or false"))  # of a function, that a client may leave out
 _NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}
 
@@ -80,24 +81,29 @@ def form_or_free_calls(
 
 
 def calls_form(tools: ToolUse) -> StructuredOutput:
-    """Return the form of calls alone, as a list. Raises InvalidRequest if it exceeds a limit."""
-    return _within_limits(_calls_schema(tools.schemas, tools.is_parallel))
+    """Return the form of calls alone, as a list. Raises InvalidRequest if it exceeds a limit, or references lead nowhere."""
+    return _calls_form(tools.schemas, tools.is_parallel)
 
 
-def in_words_of_tools(error: InvalidRequest, tools: ToolUse) -> InvalidRequest:
-    """Return why calls could not be compiled, with the function at fault where it is known, and references as it has them."""
-    text, names = error.message, list(tools.schemas)
-    found = _MOVED_POINTER.search(text) if tools.choice != "named" and "Pointer '" in text else None
-    only = names[0] if len(names) == 1 else ""
-    named = tools.named or (found[1] if found is not None else only if ENDLESS in text else "")
-    if named not in names:
-        return InvalidRequest(f"the schema of a function {ENDLESS}" if ENDLESS in text else text, param="tools")
-    place = f"tools[{names.index(named)}]"
+def function_form(tools: ToolUse, name: str) -> StructuredOutput:
+    """Return the form of one function's arguments."""
+    return _form_of(tools.schemas[name])
+
+
+def in_words_of_tools(error: InvalidRequest, tools: ToolUse, name: str = "") -> InvalidRequest:
+    """Return why calls could not be compiled; ``name`` is the function at fault, whose own schema was compiled."""
+    text = error.message
+    if not name:
+        text = f"the schema of a function {ENDLESS}" if ENDLESS in text else text.replace(_OWN_WORD, "the schema of calls ", 1)
+        return InvalidRequest(text, param="tools")
+    return _of_function(text, list(tools.schemas).index(name))
+
+
+def _of_function(text: str, index: int) -> InvalidRequest:
+    place = f"tools[{index}]"
     if ENDLESS in text:
         return InvalidRequest(f"the schema of {place}.function.parameters {ENDLESS}", param=place)
-    if found is not None:
-        text = f"{text[: found.start()]}'{found[2]}'{text[found.end() :]}"
-    return InvalidRequest(f"{place}.function.parameters: {text}", param=place)
+    return InvalidRequest(f"{place}.function.parameters: {text.removeprefix(f'{_OWN_WORD}is ')}", param=place)
 
 
 def earlier_calls(value: object, place: str) -> list[dict[str, Any]]:
@@ -178,7 +184,8 @@ def _choice(value: object, schemas: Mapping[str, Any]) -> tuple[Literal["none", 
         case {"type": "function", "function": {"name": str() as name}}:
             raise InvalidRequest(f"tool_choice names {name!r}, which is none of the tools", param="tool_choice")
     raise InvalidRequest(
-        "tool_choice is not supported: it must be none, auto, required, or name a function", param="tool_choice"
+        'tool_choice is not supported: it must be none, auto, required, or {"type": "function", "function": {"name": ...}}',
+        param="tool_choice",
     )
 
 
@@ -188,21 +195,40 @@ def _form(
     """Return the form of a forced call: the arguments of the named function, or a list of calls."""
     if choice == "auto":
         return None
-    return _within_limits(schemas[named] if choice == "named" else _calls_schema(schemas, is_parallel))
-
-
-def _within_limits(schema: Mapping[str, Any]) -> StructuredOutput:
-    form = StructuredOutput(kind="json_schema", value=msgspec.json.encode(schema).decode())
+    if choice == "required":
+        return _calls_form(schemas, is_parallel)
+    form = _form_of(schemas[named])
     try:
         check_limits(form)
     except InvalidRequest as error:
-        error.param = "tools"
-        raise
+        raise _of_function(error.message, list(schemas).index(named)) from None
     return form
 
 
-def _calls_schema(schemas: Mapping[str, dict[str, Any]], is_parallel: bool) -> dict[str, Any]:
-    """Return the schema of a list of calls."""
-    call = calls_schema(schemas)
+def _calls_form(schemas: Mapping[str, dict[str, Any]], is_parallel: bool) -> StructuredOutput:
+    """Return the form of a list of calls. Raises InvalidRequest: names the function at fault, if one is."""
+    try:
+        call = _call(schemas)
+    except InvalidRequest as error:
+        for index, schema in enumerate(schemas.values()):
+            try:
+                _call({"f": schema})
+            except InvalidRequest as own:
+                raise _of_function(own.message, index) from None
+        raise InvalidRequest(error.message.replace("JSON schema", "schema of calls", 1), param="tools") from None
     most = {} if is_parallel else {"maxItems": 1}
-    return {"type": "array", "items": {"anyOf": call["anyOf"]}, "minItems": 1, **most, "$defs": call["$defs"]}
+    return _form_of({"type": "array", "items": {"anyOf": call["anyOf"]}, "minItems": 1, **most, "$defs": call["$defs"]})
+
+
+def _call(schemas: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
+    """Return the schema of one call. Raises InvalidRequest if it exceeds a limit, or has references that lead nowhere."""
+    check_limits(_form_of({"$defs": schemas}))  # before the work that their size and depth bound
+    found = calls_schema(schemas)
+    num_bytes = len(_form_of(found).value.encode(errors="replace")) + _LIST_BYTES
+    if num_bytes > MAX_SCHEMA_BYTES:
+        raise InvalidRequest(f"the JSON schema has {num_bytes} bytes, at most {MAX_SCHEMA_BYTES} are allowed")
+    return found
+
+
+def _form_of(schema: Mapping[str, Any]) -> StructuredOutput:
+    return StructuredOutput(kind="json_schema", value=msgspec.json.encode(schema).decode())

@@ -14,6 +14,7 @@ from router.openai.body_parser import parse_body
 from router.openai.requests import ChatCompletionRequest, CompletionRequest
 from router.openai.sampling import ModelLimits, check_supported, shared_params
 from router.openai.structured import MAX_TRIALS, GrammarGate, field_of_form, structured_output
+from router.openai.tool_choice import tool_use
 from tests.support.json_model import write_json_model
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
@@ -173,6 +174,43 @@ async def test_requests_of_one_grammar_share_its_trial(slow_gate, pattern):
     with pytest.raises(Overloaded):
         await slow_gate.check(of_regex("busy"), "guided_regex")
     assert len(slow_gate._checker.asked) == 2  # the first answer is not for later requests
+
+
+class ListChecker(SlowChecker):
+    """Finds that lists of calls cannot be compiled, and functions' own schemas can, but for those that have ``bad``."""
+
+    def __init__(self, reason, ends_with_overload=False):
+        super().__init__()
+        self.reason, self.ends_with_overload = reason, ends_with_overload
+
+    def check(self, output):
+        self.asked.append(output.value)
+        if "anyOf" in output.value or "bad" in output.value:
+            raise InvalidRequest(f"json_schema {self.reason}")
+        if self.ends_with_overload:
+            raise Overloaded("busy")
+
+
+@pytest.mark.parametrize(
+    ("titles", "reason", "is_busy", "param", "num_trials"),
+    [
+        ("abc", "is not supported as it is: x", False, "tools", 4),
+        (["a", "bad", "c"], "is not supported as it is: x", False, "tools[1]", 3),
+        (["a", "bad"], "is not supported as it is: x", True, "tools", 2),
+        (["a", "bad"], "is too complex: it takes long", False, "tools", 1),
+        (["bad"], "is too complex: it takes long", False, "tools[0]", 1),
+    ],
+    ids=["together", "one", "busy", "too complex", "only one"],
+)
+async def test_the_function_at_fault_is_looked_for_within_bounds(slow_gate, titles, reason, is_busy, param, num_trials):
+    checker = slow_gate._checker = ListChecker(reason, is_busy)
+    tools = [{"type": "function", "function": {"name": f"f{title}", "parameters": {"title": title}}} for title in titles]
+    request = ChatCompletionRequest(messages=[], tools=tools, tool_choice="required")
+    with pytest.raises(InvalidRequest) as refused:
+        await slow_gate.check_with_calls(None, None, tool_use(request), ())
+    assert (refused.value.param, len(checker.asked)) == (param, num_trials)
+    place = "the schema of calls is " if param == "tools" else f"{param}.function.parameters: "
+    assert refused.value.message == place + reason.removeprefix("is ")
 
 
 async def test_requests_that_share_a_refusal_each_get_their_field(slow_gate):

@@ -4,6 +4,7 @@ import jsonschema
 import pytest
 
 from core.errors import InvalidRequest
+from core.grammar.limits import MAX_SCHEMA_BYTES
 from router.openai.requests import ChatCompletionRequest, ChatMessage
 from router.openai.tool_choice import earlier_calls, tool_use
 
@@ -91,6 +92,55 @@ def test_what_is_malformed_is_refused_by_name(fields, param):
     with pytest.raises(InvalidRequest) as refused:
         use(**fields)
     assert refused.value.param == param
+
+
+@pytest.mark.parametrize("choice", ["weather", {"type": "function", "name": "weather"}, {"type": "tool", "name": "weather"}])
+def test_a_choice_of_another_api_is_told_how_to_name_a_function(choice):
+    with pytest.raises(InvalidRequest) as refused:
+        use(tools=TOOLS, tool_choice=choice)
+    assert '{"type": "function", "function": {"name": ...}}' in refused.value.message
+
+
+def named(**schemas):
+    return [{"type": "function", "function": {"name": name, "parameters": schema}} for name, schema in schemas.items()]
+
+
+DEEP = json.loads('{"properties": {"a": ' * 15 + '{"items": {}}' + "}}" * 15)  # alone, but not in a list of calls
+OF_OTHERS = {"$id": "https://x/y", "properties": {"a": {"$ref": "json-schema:///#/$defs/weather"}}}
+OF_B = {"properties": {"a": {"$ref": "#b"}}}
+
+
+@pytest.mark.parametrize(
+    ("schema", "reason"),
+    [
+        ({"properties": {"a": {"type": "string", "pattern": "a{20000}"}}}, "the regex repeats a part 20000 times"),
+        ({"title": "a" * MAX_SCHEMA_BYTES}, "the JSON schema has 6"),
+        (DEEP, "the JSON schema is more than 32"),
+        (OF_OTHERS, "$ref 'json-schema:///#/$defs/weather' leads to nothing"),
+        (OF_B, "$ref '#b' leads to nothing"),
+        ({"properties": {"a": {"$ref": "http://[x"}}}, "'http://[x' in a schema is no URI"),
+    ],
+    ids=["regex", "bytes", "depth", "other function", "anchor", "no URI"],
+)
+def test_what_no_call_of_several_may_have_is_told_with_its_function(schema, reason):
+    with pytest.raises(InvalidRequest) as refused:
+        use(tools=[*TOOLS, *named(bad=schema)], tool_choice="required")
+    assert refused.value.param == "tools[2]"
+    assert refused.value.message.startswith(f"tools[2].function.parameters: {reason}")
+
+
+def test_a_limit_of_a_named_function_is_told_with_its_place():
+    choice = {"type": "function", "function": {"name": "bad"}}
+    with pytest.raises(InvalidRequest, match=r"^tools\[2\].function.parameters: the JSON schema has") as refused:
+        use(tools=[*TOOLS, *named(bad={"title": "a" * MAX_SCHEMA_BYTES})], tool_choice=choice)
+    assert refused.value.param == "tools[2]"
+
+
+def test_functions_that_are_too_large_together_are_told_so():
+    half = {"title": "a" * (MAX_SCHEMA_BYTES // 2)}
+    with pytest.raises(InvalidRequest, match=r"^the schema of calls has 6.* bytes, at most 65536") as refused:
+        use(tools=named(f=half, g=half), tool_choice="required")
+    assert refused.value.param == "tools"
 
 
 def test_fields_of_a_tool_that_nobody_knows_stay_for_the_template():
