@@ -59,10 +59,11 @@ OutputItem = MessageItem | FunctionCallItem | ReasoningItem
 
 
 class ResponseError(msgspec.Struct, kw_only=True):
-    """Why a response failed; ``code`` is stable."""
+    """Why a response failed. ``code`` is one of OpenAI's, which strict clients demand; ``reason`` is ours, and stable."""
 
-    code: str
+    code: Literal["server_error", "rate_limit_exceeded"]
     message: str
+    reason: str
 
 
 class IncompleteDetails(msgspec.Struct, kw_only=True):

@@ -60,9 +60,12 @@ InputPart = InputTextPart | OutputTextPart | ReasoningTextPart | InputImagePart 
 
 
 class InputItem(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """One item of a conversation: a message (also without ``type``), a call, its output, or reasoning."""
+    """One item of a conversation: a message (also without ``type``), a call, its output, or reasoning.
 
-    type: Literal["message", "function_call", "function_call_output", "reasoning"] | None = None
+    A reference to an item is known only so that the error can say why it is refused.
+    """
+
+    type: Literal["message", "function_call", "function_call_output", "reasoning", "item_reference"] | None = None
     role: Literal["user", "assistant", "system", "developer"] | None = None
     content: str | list[InputPart] | None = None
     name: str | None = None

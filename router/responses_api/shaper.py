@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -99,7 +99,10 @@ class ResponsesShaper(Shaper):
         """Return the events that end a stream which has failed."""
         self._status = "failed"
         body = self._body()
-        body.error = ResponseError(code=info.code, message=info.message)
+        code: Literal["server_error", "rate_limit_exceeded"] = (
+            "rate_limit_exceeded" if info.http_status == 429 else "server_error"
+        )
+        body.error = ResponseError(code=code, message=info.message, reason=info.code)
         return self._numbered([ResponseStatusEvent(type="response.failed", response=body)])
 
     def _numbered(self, events: list[ResponseEvent]) -> list[ResponseEvent]:

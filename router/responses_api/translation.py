@@ -106,6 +106,9 @@ def _messages(request: ResponsesRequest) -> list[ChatMessage]:
                 _add_call(found, _call(item, place), reasoning)
             case "function_call_output":
                 found.append(_output_message(item, place))
+            case "item_reference":
+                why = "is an item_reference, which is not supported: answers are not kept here: send the item itself"
+                raise InvalidRequest(f"{place} {why}", param=f"{place}.type")
             case _:
                 found.append(_message(item, place, reasoning))
         reasoning = ""
@@ -185,20 +188,26 @@ def _tool(tool: object, place: str) -> dict[str, Any]:
     if not isinstance(tool, dict) or kind != "function":
         named = f"of type {kind!r}" if isinstance(kind, str) else "malformed"
         raise InvalidRequest(f"{place} is {named}: only tools of type function are supported", param=place)
+    if "name" not in tool and "function" in tool:
+        shape = '{"type": "function", "name": ..., "parameters": ...}'
+        raise InvalidRequest(f"{place} is in the form of chats: here it is {shape}, without function", param=place)
     kept = {name: tool[name] for name in ("name", "description", "parameters", "strict") if tool.get(name) is not None}
     return {"type": "function", "function": kept}
 
 
 def _tool_choice(value: object) -> object:
     match value:
+        case None | "none" | "auto" | "required":
+            return value
         case {"type": "function", "name": str() as name}:
             return {"type": "function", "function": {"name": name}}
-        case {"type": str() as kind}:
-            raise InvalidRequest(
-                f"tool_choice of type {kind!r} is not supported: it must be none, auto, required, or name a function",
-                param="tool_choice",
-            )
-    return value
+        case {"type": str() as kind} if kind != "function":
+            what = f"tool_choice of type {kind!r}"
+        case _:
+            what = "this tool_choice"
+    raise InvalidRequest(
+        f'{what} is not supported: it must be none, auto, required, or {{"type": "function", "name": ...}}', param="tool_choice"
+    )
 
 
 def _form(value: object) -> object:

@@ -6,7 +6,7 @@ import json
 import openai
 import pydantic
 import pytest
-from openai.types.responses import Response, ResponseStreamEvent
+from openai.types.responses import Response, ResponseError, ResponseStreamEvent
 
 from core.errors import Overloaded
 from core.model.tokenizer import Tokenizer
@@ -241,7 +241,8 @@ async def test_failure_in_mid_stream_is_an_event(under_test):
         await decode.leave()
         found = [event async for event in stream]
     assert found[-1].type == "response.failed"
-    assert found[-1].response.error.code
+    error = ResponseError.model_validate(found[-1].response.error.model_dump(), strict=True)
+    assert (error.code, error.reason) == ("server_error", "no_worker")
     assert found[-1].response.output[0].content[0].text
 
 
