@@ -25,7 +25,7 @@ from router.openai.requests import (
 from router.openai.tool_choice import earlier_calls, tool_use
 from router.tools.described import with_described_tools
 
-_EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")
+_EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 _RESERVED_ARGUMENTS = frozenset({"self", "messages", "tools", "add_generation_prompt", "continue_final_message"})
 
 

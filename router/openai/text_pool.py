@@ -64,8 +64,9 @@ class TextPool:
         for start in range(0, len(text), _PIECE_CHARACTERS):
             num_tokens += len(self._tokenizer.encode(text[start : start + _PIECE_CHARACTERS], add_special_tokens=False))
             if num_tokens > max_tokens:
+                num_read = min(start + _PIECE_CHARACTERS, len(text))
                 raise ContextTooLong(
-                    f"{param} is too long: its text has {len(text)} characters, and the first {start + _PIECE_CHARACTERS} of "
+                    f"{param} is too long: its text has {len(text)} characters, and the first {num_read} of "
                     f"them are more than {max_tokens} tokens: send less",
                     param=param,
                 )

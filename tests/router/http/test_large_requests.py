@@ -172,6 +172,11 @@ async def test_text_of_too_many_tokens_is_not_tokenized_to_its_end(pool, tiny_to
     assert LOOP_THREAD not in {thread for thread, _ in calls}
 
 
+async def test_a_text_is_told_no_more_characters_than_it_has(pool):
+    with pytest.raises(ContextTooLong, match="has 60000 characters, and the first 60000 of them are more than 50000 tokens"):
+        await pool.encode("x" * 60_000, add_special_tokens=False, max_tokens=50_000)
+
+
 async def test_pieces_of_a_text_are_counted_and_the_whole_is_tokenized(pool, tiny_tokenizer):
     text = "xyz" * 30_000
     ids = await pool.encode(text, add_special_tokens=False, max_tokens=90_000)

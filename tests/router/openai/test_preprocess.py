@@ -3,8 +3,10 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Iterator
+from typing import get_args
 
 import pytest
+from openai.types.shared import ReasoningEffort
 
 from core.errors import ContextTooLong, InvalidRequest
 from core.model.tokenizer import Tokenizer
@@ -308,6 +310,17 @@ async def test_messages_with_tools_are_refused_by_their_place(template, field):
     with pytest.raises(InvalidRequest, match=r"not supported|does not use tools") as refused:
         template.render(said(ChatMessage(role="assistant", content="x", **{field: calls})))
     assert refused.value.param == f"messages[0].{field}"
+
+
+@pytest.mark.parametrize("effort", get_args(get_args(ReasoningEffort)[0]))
+async def test_every_effort_that_openai_has_is_known(template, effort):
+    assert "hi" in template.render(said(USER, reasoning_effort=effort))
+
+
+async def test_an_effort_that_nobody_has_is_refused(template):
+    with pytest.raises(InvalidRequest, match="none, minimal, low, medium, high, xhigh, max") as refused:
+        template.render(said(USER, reasoning_effort="huge"))
+    assert refused.value.param == "reasoning_effort"
 
 
 async def test_an_empty_conversation_is_refused(template):
