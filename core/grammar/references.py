@@ -6,8 +6,7 @@ as the specification says: without this it takes that part's own ``#`` for that 
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import quote, unquote, urljoin, urlsplit
@@ -34,9 +33,10 @@ def as_pointers(schema: Mapping[str, Any], base: str = "#") -> dict[str, Any]:
     Raises:
         InvalidRequest: a reference leads to nothing, to one of several parts, or to data that refers to something.
     """
-    places = _Places(schema)
-    copied = copy.deepcopy(dict(schema))
-    for part in list(_parts(copied)):
+    copied: dict[str, Any] = _copied(dict(schema))
+    parts = list(_parts(copied))
+    places = _Places(copied, parts)
+    for part in parts:
         for name in _IDENTIFIERS:
             if isinstance(part.schema.get(name), str) and (name != "id" or part.draft == 4):
                 del part.schema[name]
@@ -59,11 +59,10 @@ class _Part:
 
 
 class _Places:
-    """Where the parts of a document are, by their URIs."""
+    """Where the parts of a document are, by their URIs; found before the parts change."""
 
-    def __init__(self, document: Mapping[str, Any]) -> None:
+    def __init__(self, document: Mapping[str, Any], parts: Sequence[_Part]) -> None:
         self._document = document
-        parts = list(_parts(document))
         self._pointers = {part.pointer for part in parts}
         self._has_references_in_data = _num_references(_all_values(document)) > _num_references(part.schema for part in parts)
         self._by_uri: dict[str, list[_Part]] = {}
@@ -105,6 +104,12 @@ class _Places:
             else:
                 return False
         return isinstance(value, dict | list)
+
+
+def _copied(value: Any) -> Any:  # noqa: ANN401 - JSON
+    if isinstance(value, dict):
+        return {name: _copied(inner) for name, inner in value.items()}
+    return [_copied(inner) for inner in value] if isinstance(value, list) else value
 
 
 def _num_references(values: Iterable[Any]) -> int:
@@ -162,6 +167,8 @@ def _joined(uri: str, reference: str) -> str:
 
 
 def _step(name: str) -> str:
+    if name.isalnum() and name.isascii():
+        return name
     return quote(name.replace("~", "~0").replace("/", "~1"), safe="~$")
 
 
