@@ -40,6 +40,8 @@ DRIVEN_SHARE = 0.7  # of the tokens per second that a core carries, at which the
 REACHED_SHARE = 0.95  # of these, for the relay to count
 READY_TIMEOUT_S = 120.0
 MAX_CONNECTIONS = 12_000
+NUM_WATCHED = 20
+MIN_REPLACEABLE = 2 * NUM_WATCHED  # of fewer streams all are watched
 SETTLE_S = 1.0
 
 
@@ -181,7 +183,7 @@ async def load(
             await begin_stream(is_watched=False)
 
     for number in range(num_streams):
-        await begin_stream(is_watched=number % max(1, num_streams // 20) == 0)
+        await begin_stream(is_watched=number % max(1, num_streams // NUM_WATCHED) == 0)
     end = time.monotonic() + READY_TIMEOUT_S
     while not all(client.num_events for client in clients):
         failed = [client.error for client in clients if client.error]
@@ -197,6 +199,8 @@ async def load(
     elapsed, events = time.monotonic() - begin, sum(client.num_events for client in clients) - events
     cpu = routers.cpu_s() - cpu
     if replacing is not None:
+        if replacing.done():
+            replacing.result()  # its error
         replacing.cancel()
     for client in clients:
         client.close()
@@ -275,6 +279,8 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.quick:
         arguments.streams, arguments.seconds = (3,), 0.5
+    if arguments.turnover and min(arguments.streams) < MIN_REPLACEABLE:
+        parser.error(f"--turnover replaces none of less than {MIN_REPLACEABLE} streams: all of them are measured")
     machine, found = Machine.now(), []
     with served(arguments.step_ms, arguments.model, arguments.processes) as (port, routers, emitter):
         stream_bytes = asyncio.run(idle_stream_bytes(port, routers, 5 if arguments.quick else 300))

@@ -12,7 +12,8 @@ from contextlib import contextmanager
 from typing import Any
 
 _FULL_AFTER = 2  # collections of the middle generation: some 20,000 objects that a full one has not seen
-_LEAST_ENDED, _ENDED_PER_OPEN = 1000, 10  # requests that have ended, and for each open one, before everything is searched
+_OBJECTS_PER_OPEN = 250  # of a request, at most, as far as is known
+_LEAST_EXEMPT = 300_000  # objects of none: start-up makes a third of that
 
 
 @contextmanager
@@ -37,11 +38,11 @@ class ShortCollections:
     An open request of a router is some 150 objects, and a full collection visits all of them: 0.1 ms for each request, in which
     none goes on. Here it visits those that are new since the one before: what survives is exempt from the next ones. An object
     without references is freed as always. Only rings, objects that refer to each other and were exempt before they became
-    garbage, stay; ``look`` searches everything for them when that is short, or many requests have ended.
+    garbage, stay; ``look`` searches everything for them once there are more objects than the open requests explain.
     """
 
     def __init__(self) -> None:
-        self._num_ended = 0  # at the last search
+        self._most_exempt = _LEAST_EXEMPT  # without those of open requests
         self._thresholds = gc.get_threshold()
 
     def __enter__(self) -> ShortCollections:
@@ -54,15 +55,20 @@ class ShortCollections:
         gc.callbacks.remove(_exempt_survivors)
         gc.set_threshold(*self._thresholds)
 
-    def look(self, num_open: int, num_ended: int) -> None:
-        """Search everything if few requests are open beside those that have ended since the last search; call it often.
+    def look(self, num_open: int) -> None:
+        """Search all objects if there are too many for so many open requests; call it now and then.
 
-        ``num_ended`` counts from the start. With none open it takes about as long as ``freeze_loaded_objects``.
+        Counting takes some milliseconds for a million objects. If a search finds little, the next one waits for twice as many.
         """
-        if num_ended - self._num_ended >= _LEAST_ENDED + _ENDED_PER_OPEN * num_open:
-            self._num_ended = num_ended
+        if _num_exempt(num_open) > self._most_exempt:
             gc.unfreeze()
             gc.collect()
+            self._most_exempt = max(_LEAST_EXEMPT, 2 * _num_exempt(num_open))
+
+
+def _num_exempt(num_open: int) -> int:
+    """Return how many exempt objects there are beside those of open requests."""
+    return gc.get_freeze_count() - _OBJECTS_PER_OPEN * num_open
 
 
 def _exempt_survivors(phase: str, info: dict[str, Any]) -> None:

@@ -16,7 +16,6 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from core.clock import SystemClock
 from core.config_workers import KVStoreSection
 from core.descriptors import report_full_table
-from core.gc_freeze import ShortCollections
 from core.ids import RandomIds
 from core.log import event
 from core.process_signals import handled_signals
@@ -44,7 +43,7 @@ def run_store(
 async def _run(config: KVStoreSection, announce: Callable[[Mapping[str, str]], None] | None, keys: ClusterKeys | None) -> int:
     loop, must_stop = asyncio.get_running_loop(), asyncio.Event()
     report_full_table(loop)
-    with handled_signals(loop, must_stop.set), ShortCollections():  # a block is an object or two, and it holds millions
+    with handled_signals(loop, must_stop.set):
         return await _serve(config, announce, keys, must_stop)
 
 

@@ -20,7 +20,7 @@ from core.wire.key_rotation import keys_of
 from router.http.server import Router
 from router.openai.served_model import served_model
 
-_LOOK_EVERY_S = 1.0
+_LOOK_EVERY_S = 30.0
 
 
 def run(config: KVFerryConfig, announce: Callable[[Mapping[str, str]], None] | None = None) -> int:
@@ -64,7 +64,7 @@ async def _serve(router: Router, announce: Callable[[Mapping[str, str]], None] |
 async def _look_for_garbage(router: Router, collections: ShortCollections) -> None:
     while True:
         await asyncio.sleep(_LOOK_EVERY_S)
-        collections.look(router.in_flight.num_open, router.in_flight.num_ended)
+        collections.look(router.in_flight.num_open)
 
 
 async def _serve_until(

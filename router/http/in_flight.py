@@ -17,7 +17,6 @@ class InFlight:
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
         self.num_open = 0
-        self.num_ended = 0
         self._is_draining = False
         self._has_ended = asyncio.Event()
 
@@ -31,7 +30,6 @@ class InFlight:
             await self._app(scope, receive, send)
         finally:
             self.num_open -= 1
-            self.num_ended += 1
             self._has_ended.set()
 
     async def drain(self) -> None:

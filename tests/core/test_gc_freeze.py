@@ -6,6 +6,7 @@ import weakref
 
 import pytest
 
+from core import gc_freeze
 from core.config import load_config
 from core.errors import ConfigError
 from core.gc_freeze import ShortCollections, freeze_loaded_objects, without_collections
@@ -92,16 +93,36 @@ def exempt_ring():
     return weakref.ref(node)
 
 
-@pytest.mark.parametrize(("num_open", "enough"), [(0, 1000), (20, 1200)])
-def test_exempt_rings_are_found_once_enough_requests_have_ended(collector, num_open, enough):
+def has_found(ring, collections, num_open):
+    gc.collect()
+    collections.look(num_open)
+    return ring() is None
+
+
+@pytest.mark.parametrize("num_open", [0, 10])
+def test_exempt_rings_are_found_once_there_are_more_objects_than_requests_explain(collector, monkeypatch, num_open):
     with ShortCollections() as collections:
-        for start in (0, enough):
-            ring = exempt_ring()
-            gc.collect()
-            collections.look(num_open, start + enough - 1)
-            assert ring() is not None
-            collections.look(num_open, start + enough)
-            assert ring() is None
+        ring = exempt_ring()
+        gc.collect()
+        most = gc.get_freeze_count() - gc_freeze._OBJECTS_PER_OPEN * num_open
+        collections._most_exempt = most + 1000
+        assert not has_found(ring, collections, num_open)
+        more = [[] for _ in range(1000)]
+        assert not has_found(ring, collections, num_open + 8)
+        assert has_found(ring, collections, num_open)
+        assert len(more) == 1000
+
+
+def test_a_search_in_vain_is_not_repeated_before_there_is_twice_as_much(collector, monkeypatch):
+    monkeypatch.setattr(gc_freeze, "_LEAST_EXEMPT", 0)
+    with ShortCollections() as collections:
+        gc.collect()
+        collections.look(0)
+        ring = exempt_ring()
+        assert not has_found(ring, collections, 0)
+        kept = [[] for _ in range(2 * gc.get_freeze_count())]
+        assert has_found(ring, collections, 0)
+        assert kept
 
 
 def test_collections_are_as_before_at_the_end(collector):

@@ -76,20 +76,21 @@ async def test_clients_that_leave_leave_nothing_for_the_collector(start_router, 
     under_test = await start_router()  # without workers, which would answer at once
     for _ in range(3):
         await asyncio.to_thread(leave, ("127.0.0.1", under_test.router.port), *REQUESTS["stream"])
-    await until(lambda: under_test.router.in_flight.num_ended == 3)
+    await until(lambda: under_test.metric("kvferry_http_requests_total", path="/v1/completions", status="503") == 3)
     await is_quiet(under_test.router)
     assert ours(kept_garbage) == set()
 
 
-async def test_the_router_looks_for_garbage_by_the_requests_that_are_open_and_have_ended(start_router, monkeypatch):
+async def test_the_router_looks_for_garbage_by_the_requests_that_are_open(start_router, monkeypatch):
     under_test = await start_router()
-    await under_test.pair()
-    await asyncio.to_thread(ask, under_test.url, *REQUESTS["completion"])
     looks = asyncio.Queue()
     monkeypatch.setattr(router.main, "_LOOK_EVERY_S", 0)
-    monkeypatch.setattr(ShortCollections, "look", lambda self, num_open, num_ended: looks.put_nowait((num_open, num_ended)))
+    monkeypatch.setattr(ShortCollections, "look", lambda self, num_open: looks.put_nowait(num_open))
     looking = asyncio.create_task(router.main._look_for_garbage(under_test.router, ShortCollections()))
+    assert await looks.get() == 0
+    under_test.router.in_flight.num_open = 3
     async with asyncio.timeout(20):
-        while await looks.get() != (0, 3):
+        while await looks.get() != 3:
             pass
+    under_test.router.in_flight.num_open = 0
     looking.cancel()
