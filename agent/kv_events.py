@@ -27,6 +27,7 @@ from core.kv.events import AllBlocksCleared, BlockRemoved, BlockStored, KVCacheE
 from core.kv.hashing import BlockHasher
 from core.log import event
 from core.rate_limit import LimitedLog
+from core.wire.contexts import started_context
 from core.wire.kv_events import END_OF_REPLAY, MEDIUM_GPU, SEQUENCE_BYTES
 
 logger = logging.getLogger(__name__)
@@ -174,7 +175,7 @@ class KVEventReader:
 
     def __init__(self, address: str, replay_address: str, blocks: RenamedBlocks) -> None:
         self._address, self._replay_address, self._blocks = address, replay_address, blocks
-        self._context = zmq.asyncio.Context()
+        self._context = started_context(zmq.asyncio.Context)
         self._next_number = 0
         self._replayed: dict[int, bytes] = {}  # since the last batch that had not been replayed before
         self._task: asyncio.Task[None] | None = None

@@ -13,6 +13,7 @@ import logging
 import resource
 from typing import Any
 
+from core.errors import ConfigError
 from core.log import event
 from core.rate_limit import LimitedLog
 
@@ -39,6 +40,12 @@ def connections_within(num_connections: int, setting: str) -> int:
         return num_connections
     logger.warning(event("few_descriptors", limit=soft, connections=room, wanted=num_connections, setting=setting))
     return room
+
+
+def too_few_descriptors(reason: str | None) -> ConfigError:
+    """Return the error of a process that cannot start for want of descriptors."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return ConfigError(f"{reason}: raise the limit of open files (`ulimit -n`), which is {soft} here, and {hard} at most")
 
 
 def report_full_table(loop: asyncio.AbstractEventLoop) -> None:

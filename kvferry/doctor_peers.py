@@ -22,6 +22,7 @@ from core.config import KVFerryConfig
 from core.config_router import RouterSection
 from core.errors import ConfigError, KVFerryError
 from core.wire.connections import HANDSHAKE_FAILED_EVENTS
+from core.wire.contexts import started_context
 from core.wire.curve import ClusterKeys, secure_client
 from core.wire.key_rotation import connect_with_each_key, keys_of
 from core.wire.sockets import split_tcp
@@ -74,7 +75,7 @@ def _of_worker(config: KVFerryConfig) -> Verdict:
 
 def _shake_hands(address: str, keys: ClusterKeys | None) -> bool | None:
     """Return True if a server takes one of the keys, False if it refuses them, None if it does not shake hands in time."""
-    with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
+    with started_context(zmq.Context) as context, context.socket(zmq.DEALER) as dealer:
         dealer.setsockopt(zmq.LINGER, 0)
         dealer.setsockopt(zmq.IPV6, 1)
         dealer.setsockopt(zmq.IMMEDIATE, 1)

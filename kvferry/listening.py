@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import zmq
 
+from core.wire.contexts import started_context
 from core.wire.sockets import binds_ipv6, join_tcp
 from router.http.listener import create_listener
 
@@ -69,7 +70,7 @@ def _bind_zeromq(address: str) -> None:
     Raises:
         OSError: the address is in use, or not of this machine.
     """
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    context: zmq.Context[zmq.Socket[bytes]] = started_context(zmq.Context)
     with context, context.socket(zmq.ROUTER) as bound:
         # Close what connects meanwhile before any greeting, since no peer has this address: a peer whose handshake fails, for
         # want of the cluster's keys or of its type of socket, never connects again, not even to the server itself. IPv4 holds

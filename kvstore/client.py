@@ -26,6 +26,7 @@ from core.ids import IdSource, new_hex_id
 from core.log import event
 from core.rate_limit import LimitedLog
 from core.wire.connections import ANNOUNCED_WITHIN_S, ClientConnections, monitor_of
+from core.wire.contexts import started_context
 from core.wire.curve import ClusterKeys
 from core.wire.key_rotation import connect_with_each_key
 from core.wire.sockets import SocketOptions, dealer_socket
@@ -55,7 +56,7 @@ class StoreClient(StoreClientBase):
         self._last_arena: ArenaView | None = None  # until the link is lost, so that it is mapped once
         self._limited_log = LimitedLog(_log, clock.now)
         self._last_refusal = ""  # logged once
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._context: zmq.Context[zmq.Socket[bytes]] = started_context(zmq.Context)
         self._limits = SocketOptions(max_message_bytes=MAX_BLOCK_BYTES, high_water_mark=MAX_QUEUED_MESSAGES, keys=keys)
         self._connections = ClientConnections()
         try:

@@ -20,6 +20,7 @@ from core.clock import Clock
 from core.errors import ProtocolError, Unavailable, VersionMismatch
 from core.log import event
 from core.rate_limit import LimitedLog
+from core.wire.contexts import started_context
 from core.wire.curve import ClusterKeys
 from core.wire.sockets import CLOSE_LINGER_MS, SocketOptions, bind, router_socket, warn_if_exposed
 from core.wire.version import VersionRefuser
@@ -62,7 +63,7 @@ class StoreServer:
         self._done: deque[TierJob] = deque()
         self._pidfds: dict[int, str] = {}  # of clients: pidfd → client id
         self._is_closing = False
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._context: zmq.Context[zmq.Socket[bytes]] = started_context(zmq.Context)
         limits = SocketOptions(max_message_bytes=MAX_BLOCK_BYTES, high_water_mark=MAX_QUEUED_MESSAGES, keys=keys)
         self._socket = router_socket(self._context, limits)
         self._thread = threading.Thread(target=self._run, name="kvstore-server", daemon=True)

@@ -34,6 +34,7 @@ from core.kv.seals import SEAL_BYTES, layout_fingerprint
 from core.kv.spec import ChunkedLocalAttentionSpec, KVCacheSpec, SlidingWindowSpec
 from core.log import event
 from core.metrics import read_gauge, read_labelled_counter
+from core.wire.contexts import started_context
 from core.wire.sockets import AsyncContext
 
 _STOP_S = 1.0  # for the replies that are still missing when a worker stops
@@ -104,7 +105,7 @@ class LMCacheConnector(Connector):
         if num_swept:
             _log.info(event("lmcache_swept", segments=num_swept))
         self._loop = asyncio.get_running_loop()
-        self._zmq = AsyncContext()
+        self._zmq = started_context(AsyncContext)
         self._copies = ThreadPoolExecutor(max_workers=1, thread_name_prefix="kvferry-lmcache")
         self._publish()
         self._staying = asyncio.create_task(self._stay_connected(self._server_settings()))

@@ -55,6 +55,7 @@ from core.kv.pool_region import KVPoolRegion
 from core.log import event
 from core.machine_driver import ActionHandler, ByType, EventHandler, LoopTimers, MachineDriver
 from core.rate_limit import LimitedLog
+from core.wire.contexts import started_context
 from core.wire.kv import ControlMessage, Handshake, HandshakeRefused, HandshakeReply, PrefixQuestion
 from core.wire.pairing import verifies_digests
 from core.wire.sockets import AsyncContext, advertised_host, join_tcp, split_tcp
@@ -163,7 +164,7 @@ class P2PDriver:
         )
         self._transfers = TransferThread(executor, self._host.fail, pool.bind_thread)
         self._transfers.start()
-        self._zmq = AsyncContext()
+        self._zmq = started_context(AsyncContext)
         self._clients = ControlClients(
             self._zmq,
             lambda address, message: self.handle(ControlReceived(address, message)),

@@ -22,6 +22,7 @@ from core.kv.events import BlockRemoved, BlockStored, KVCacheEvent
 from core.kv.hashing import ExtraKey
 from core.kv.spec import ChunkedLocalAttentionSpec, KVCacheSpec, SlidingWindowSpec
 from core.log import event
+from core.wire.contexts import started_context
 from core.wire.kv_events import (
     END_OF_REPLAY,
     MEDIUM_GPU,
@@ -84,7 +85,7 @@ class KVEventPublisher:
         self._groups = tuple(groups)
         self._encoder = msgspec.msgpack.Encoder()
         self._next_number = 0
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._context: zmq.Context[zmq.Socket[bytes]] = started_context(zmq.Context)
         self._replay: _Replay | None = None
         self._socket = self._context.socket(zmq.PUB)
         self._socket.sndhwm = MAX_QUEUED_BATCHES

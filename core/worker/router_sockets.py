@@ -19,6 +19,7 @@ from core.errors import PeerUnreachable
 from core.log import event
 from core.rate_limit import LimitedLog
 from core.wire.codec import MAX_ROUTER_FRAME_BYTES
+from core.wire.contexts import started_context
 from core.wire.curve import ClusterKeys
 from core.wire.key_rotation import connect_with_each_key
 from core.wire.sockets import AsyncContext, AsyncSocket, SocketOptions, dealer_socket, resolve
@@ -64,7 +65,7 @@ class RouterSockets:
         self._interval_s = interval_s
         self._limited_log = LimitedLog(logger, time.monotonic)
         self._options = SocketOptions(max_message_bytes=MAX_ROUTER_FRAME_BYTES, keys=keys)
-        self._context = AsyncContext()
+        self._context = started_context(AsyncContext)
         self._sockets: dict[str, AsyncSocket] = {}
         self._monitors: dict[str, LinkMonitor] = {}
         self._readers: dict[str, asyncio.Task[None]] = {}

@@ -23,6 +23,7 @@ from core.log import event
 from core.tracing import TraceContext, Tracer
 from core.wire import codec
 from core.wire.connections import ServerConnections, monitor_of
+from core.wire.contexts import started_context
 from core.wire.curve import ClusterKeys
 from core.wire.engine_calls import EngineCall
 from core.wire.messages import ErrorInfo, Generate, RouterMessage
@@ -169,7 +170,7 @@ class WorkerGateway:
             ConfigError: the address cannot be bound.
         """
         self._is_stopped = self.engine_api.is_closed = False
-        self._context = AsyncContext()
+        self._context = started_context(AsyncContext)
         options = SocketOptions(max_message_bytes=codec.MAX_WORKER_FRAME_BYTES, keys=self._keys)
         self._socket = router_socket(self._context, options)
         try:

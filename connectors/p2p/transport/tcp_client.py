@@ -36,6 +36,7 @@ from connectors.pool_access import PoolAccess
 from core.errors import KVFerryError, PeerUnreachable, ProtocolError, TransferError
 from core.ids import IdSource
 from core.wire.connections import LOST_EVENTS, is_refusal, monitor_of
+from core.wire.contexts import started_context
 from core.wire.curve import ClusterKeys, secure_client
 from core.wire.key_rotation import next_keys
 
@@ -97,7 +98,7 @@ class TcpTransport(Transport):
         self._keys = keys
         self._bind_address = bind_address
         self._advertise_host = advertise_host
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._context: zmq.Context[zmq.Socket[bytes]] = started_context(zmq.Context)
         self._regions: tuple[RowRegion, ...] = ()
         self._access: tuple[PoolAccess, ...] = ()
         self._staging: RowRegion | None = None
