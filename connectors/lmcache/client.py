@@ -24,7 +24,7 @@ from core.errors import ConnectorUnavailable, PeerUnreachable, ProtocolError, Tr
 from core.log import event
 from core.rate_limit import LimitedLog
 from core.wire.connections import LOST_EVENTS, monitor_of
-from core.wire.sockets import AsyncContext, AsyncSocket, SocketOptions, dealer_socket
+from core.wire.sockets import AsyncContext, AsyncSocket, SocketOptions, dealer_socket, never_reconnect
 
 _MAX_ANSWER_BYTES = 1 << 20
 _MAX_ABANDONED = 4096  # requests whose replies are still expected though nobody waits for them any more
@@ -123,7 +123,7 @@ class LMCacheClient:
         self._on_death = on_death
         self._is_closed = False
         self._socket: AsyncSocket = dealer_socket(context, _OPTIONS)
-        self._socket.setsockopt(zmq.RECONNECT_IVL, -1)
+        never_reconnect(self._socket)
         self._socket.setsockopt(zmq.IMMEDIATE, 0)  # queue while connecting
         self._monitor: AsyncSocket = monitor_of(self._socket, LOST_EVENTS)
         try:

@@ -35,6 +35,7 @@ from core.wire.sockets import (
     SocketOptions,
     bind,
     dealer_socket,
+    never_reconnect,
     router_socket,
     warn_if_exposed,
 )
@@ -228,7 +229,7 @@ class ControlClients:
 
     def _open(self, address: str, options: SocketOptions) -> _Link:
         socket = dealer_socket(self._context, options)
-        socket.setsockopt(zmq.RECONNECT_IVL, -1)
+        never_reconnect(socket)
         socket.setsockopt(zmq.IMMEDIATE, 0)  # queue while connecting: the monitor reports a failed connection
         link = _Link(socket, options.keys)
         try:
@@ -273,7 +274,7 @@ class ControlClients:
         try:
             async with asyncio.timeout(CONNECT_TIMEOUT_S):
                 news = parse_monitor_message(await link.monitor.recv_multipart())
-        except TimeoutError:  # it does not resolve: ZeroMQ does not say so
+        except TimeoutError:  # it has not resolved yet
             self._lose(address, link)
             return
         if news["event"] == zmq.EVENT_CONNECTED:

@@ -29,6 +29,9 @@ AnySocket = TypeVar("AnySocket", bound="zmq.Socket[Any]")
 # connection breaks in the midst of such a message while the socket closes (errno_assert in session_base_t::clean_pipes).
 CLOSE_LINGER_MS = 200
 
+# From 12 to 25 days, in ms, with the random part that libzmq adds: as long as is possible without an overflow.
+_NEVER_MS = 2**30
+
 MAX_PORT_DIGITS = 5  # ``int`` raises ValueError for thousands of digits
 
 _log = logging.getLogger(__name__)
@@ -69,6 +72,16 @@ def dealer_socket(context: zmq.Context[AnySocket], options: SocketOptions) -> An
     secure_client(found, options.keys)
     found.setsockopt(zmq.IPV6, 1)
     return found
+
+
+def never_reconnect(connecting: zmq.Socket[Any]) -> None:
+    """Let a socket make one connection; whoever owns it closes it once its monitor has reported the end of that.
+
+    libzmq's own word for this, an interval of -1, ends a lost connection's endpoint. With ``IPV6`` that lists the machine's
+    network interfaces, and aborts the process if it has no descriptor for this (ip_resolver.cpp).
+    """
+    connecting.setsockopt(zmq.RECONNECT_IVL, _NEVER_MS)
+    connecting.setsockopt(zmq.RECONNECT_IVL_MAX, 0)  # else it caps the interval, in libzmq from 4.3.5 on
 
 
 def bind(bound: zmq.Socket[Any], address: str) -> str:

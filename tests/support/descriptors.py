@@ -21,6 +21,12 @@ def leave_descriptors(num_free: int) -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (opened[-1], hard))
 
 
+def leave_none() -> None:
+    """Let this process open nothing, however many descriptors it closes, except for input, output and errors."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))  # ``poll`` takes no more at once, either
+
+
 def run_program(program: str, *arguments: object) -> subprocess.CompletedProcess[str]:
     """Run Python code in a child; its exit status is negative if a signal has ended it."""
     command = [sys.executable, "-P", "-c", program, *map(str, arguments)]

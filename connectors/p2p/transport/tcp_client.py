@@ -39,6 +39,7 @@ from core.wire.connections import LOST_EVENTS, is_refusal, monitor_of
 from core.wire.contexts import started_context
 from core.wire.curve import ClusterKeys, secure_client
 from core.wire.key_rotation import next_keys
+from core.wire.sockets import never_reconnect
 
 CHUNK_BYTES = 4 << 20
 WINDOW_BYTES = 16 << 20  # requested and not received yet, per peer
@@ -160,7 +161,7 @@ class TcpTransport(Transport):
         socket.ipv6 = True  # in addition to IPv4
         socket.sndhwm = 0  # the window bounds it
         socket.rcvhwm = MAX_QUEUED_ANSWERS
-        socket.reconnect_ivl = -1
+        never_reconnect(socket)
         socket.rcvbuf = SOCKET_BUFFER_BYTES
         keep_alive(socket)
         socket.maxmsgsize = max([MAX_HEADER_BYTES, *(max_frame_bytes(shape.row_bytes) for shape in shapes)])

@@ -4,7 +4,7 @@ import pytest
 
 from tests.support.descriptors import run_program
 
-PROGRAM = """
+FIRST_HANDOFF = """
 import asyncio, contextlib, sys
 
 import zmq
@@ -61,7 +61,62 @@ asyncio.run(main())
 """
 
 
+CONTROL = """
+import asyncio
+from connectors.p2p.control import ControlClients, ControlServer
+from core.wire.contexts import started_context
+from core.wire.kv import LeaseRenew, LeaseState
+from core.wire.sockets import AsyncContext
+from tests.support.descriptors import leave_none
+
+
+async def main():
+    context, answered, lost = started_context(AsyncContext), asyncio.Event(), asyncio.Event()
+    owner = ControlServer(context, lambda message: LeaseState(incarnation=5, left_ms={}), print)
+    address = owner.start("tcp://127.0.0.1:0")
+    clients = ControlClients(context, lambda *_: answered.set(), lambda _: lost.set(), print)
+    clients.send(address, LeaseRenew(transfer_ids=("t",)))
+    await answered.wait()
+    leave_none()
+    await owner.stop()
+    await lost.wait()
+    await clients.stop()
+    context.destroy(linger=0)
+
+
+asyncio.run(main())
+"""
+DATA = """
+import numpy as np, zmq
+from connectors.p2p.transport.interface import PeerId
+from connectors.p2p.transport.tcp_client import TcpTransport
+from connectors.testing.transport_owner import HostRegions
+from core.ids import RandomIds
+from tests.support.descriptors import leave_none
+
+PEER = PeerId("tcp://127.0.0.1:1", 1)
+owner, reader = (TcpTransport(RandomIds(), "tcp://127.0.0.1:0") for _ in range(2))
+for transport in (owner, reader):
+    transport.register(HostRegions(8, 1024).regions)
+reader.add_peer(PEER, owner.describe())
+reader.post_read(PEER, 0, [1], [1])
+while not reader.poll():
+    owner.poll()
+leave_none()
+owner.close()
+while not reader.take_lost_peers():
+    reader.poll()
+reader.close()
+"""
+
+
+@pytest.mark.parametrize("program", [CONTROL, DATA], ids=["control", "data"])
+def test_loss_of_a_peer_without_descriptors_does_not_end_the_process(program):
+    ended = run_program(program)
+    assert (ended.returncode, ended.stdout) == (0, ""), ended.stderr
+
+
 @pytest.mark.parametrize("num_free", range(4))
 def test_first_handoff_without_descriptors_costs_the_load_and_not_the_process(num_free):
-    ended = run_program(PROGRAM, num_free)
+    ended = run_program(FIRST_HANDOFF, num_free)
     assert (ended.returncode, ended.stdout) == (0, "peer_lost\n"), ended.stderr

@@ -6,14 +6,17 @@ import socket
 import pytest
 import zmq
 import zmq.asyncio
+from zmq.utils.monitor import parse_monitor_message
 
 from core.errors import ConfigError, PeerUnreachable
+from core.wire.connections import monitor_of
 from core.wire.sockets import (
     SocketOptions,
     advertised_host,
     bind,
     dealer_socket,
     join_tcp,
+    never_reconnect,
     resolve,
     router_socket,
     split_tcp,
@@ -21,6 +24,7 @@ from core.wire.sockets import (
 )
 
 DEADLINE_S = 10
+DAY_MS = 24 * 3600 * 1000
 
 
 @pytest.fixture
@@ -40,6 +44,28 @@ async def test_dealer_and_router_exchange_messages(zmq_context):
         identity, payload = await server.recv_multipart()
         await server.send_multipart([identity, payload.upper()])
         assert await client.recv() == b"HELLO"
+
+
+@pytest.mark.parametrize("is_refused", [True, False], ids=["refused", "lost"])
+@pytest.mark.parametrize("is_plain", [True, False], ids=["plain", "with options"])
+async def test_connection_that_has_ended_is_tried_again_after_days_at_the_earliest(zmq_context, is_refused, is_plain):
+    options = SocketOptions(max_message_bytes=1000)
+    server = router_socket(zmq_context, options)
+    address = bind(server, "tcp://127.0.0.1:0")
+    client = zmq_context.socket(zmq.DEALER) if is_plain else dealer_socket(zmq_context, options)
+    never_reconnect(client)
+    monitor = monitor_of(client, zmq.EVENT_CONNECT_RETRIED)
+    if is_refused:
+        server.close(linger=0)
+    client.connect(address)
+    async with asyncio.timeout(DEADLINE_S):
+        if not is_refused:
+            await client.send(b"hello")
+            await server.recv_multipart()
+            server.close(linger=0)
+        interval_ms = parse_monitor_message(await monitor.recv_multipart())["value"]
+    client.monitor(None, 0)
+    assert 12 * DAY_MS < interval_ms < 2**31
 
 
 async def test_a_router_on_every_address_is_reached_by_ipv4(zmq_context):

@@ -129,8 +129,7 @@ async def test_address_without_a_listener_is_reported_as_disconnected(bare_owner
 
 
 async def test_address_that_does_not_resolve_is_reported_as_disconnected(reader, monkeypatch):
-    """ZeroMQ says nothing about it. Without an end each such address would keep its sockets."""
-    monkeypatch.setattr("connectors.p2p.control.CONNECT_TIMEOUT_S", 0.05)
+    monkeypatch.setattr("connectors.p2p.control.CONNECT_TIMEOUT_S", 1000.0)  # for names that take long
     address = "tcp://[::1%no-such-zone]:7000"
     reader.clients.send(address, QUESTION)
     assert await reader.next() == (address, None)
