@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -64,7 +63,7 @@ from core.model.dtype_name import check_quantization, resolve_dtype_name
 from core.model.hub import ModelFiles, resolve_model
 from core.model.image_encoder import ImageEncoder, load_image_encoder
 from core.model.loader import load_decoder
-from core.model.tokenizer import Tokenizer
+from core.model.tokenizer import parse_tokenizer, read_tokenizer
 from core.sched.encoder_inputs import EncoderInputs
 from core.sched.scheduler import Scheduler
 from core.wire.kv import KVLayoutInfo
@@ -138,7 +137,7 @@ def build_engine(
         runner = _runner(config, model, pool, connector.worker if connector else None, encoder)
         scheduler = _scheduler(model, pool, connector, encoder_inputs, clock)
         events = _kv_event_publisher(config, model.sizing.config.groups)
-        grammars = GrammarCompiler(partial(_vocabulary, files, arch.vocab_size))
+        grammars = GrammarCompiler(_vocabulary(files, arch.vocab_size))
         hasher = BlockHasher(fingerprint, HASH_BLOCK_SIZE)
         contents = _content_feed(config.worker.engine_id, incarnation, model.sizing.config.groups, connector)
         followers: list[KVEventFollower] = [contents] if events is None else [contents, events]
@@ -171,9 +170,14 @@ def _content_feed(engine_id: str, incarnation: int, groups: Sequence[KVCacheGrou
     return feed
 
 
-def _vocabulary(files: ModelFiles, vocab_size: int) -> Setup:
-    """Return what grammars must know of the model; reads the tokenizer."""
-    return Setup(Tokenizer(files).backend.to_str(), vocab_size, tuple(files.eos_token_ids))
+def _vocabulary(files: ModelFiles, vocab_size: int) -> Callable[[], Setup]:
+    """Return what tells grammars of the model. Reads the tokenizer's file now, and makes the vocabulary of it when called."""
+    content = read_tokenizer(files)
+
+    def setup() -> Setup:
+        return Setup(parse_tokenizer(files, content).to_str(), vocab_size, tuple(files.eos_token_ids))
+
+    return setup
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

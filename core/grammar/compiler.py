@@ -37,7 +37,7 @@ class Compiled:
 
 
 class GrammarCompiler:
-    """Grammars of one worker. ``setup`` reads the vocabulary when the first one is needed, on the thread.
+    """Grammars of one worker. ``setup`` makes the vocabulary when the first one is needed, on the thread.
 
     ``get``, ``request``, ``renew``, ``abandon`` and ``take_compiled`` are for the engine's thread.
     """

@@ -32,6 +32,37 @@ Message = Mapping[str, Any]
 WallClock = Callable[[], datetime]
 
 
+def read_tokenizer(files: ModelFiles) -> bytes:
+    """Return what ``parse_tokenizer`` needs, for those who need it much later, when there may be no descriptor for the file.
+
+    Raises:
+        ConfigError: the file cannot be read.
+    """
+    try:
+        return files.tokenizer_file.read_bytes()
+    except OSError as error:
+        raise _unreadable(files, error.strerror) from error
+
+
+def parse_tokenizer(files: ModelFiles, content: bytes) -> BackendTokenizer:
+    """Return the tokenizer of the library, which cuts and fills nothing.
+
+    Raises:
+        ConfigError: it is not the content of a ``tokenizer.json``.
+    """
+    try:
+        backend = BackendTokenizer.from_buffer(content)
+    except Exception as error:  # the library raises bare Exception for every kind of bad file
+        raise _unreadable(files, error) from error
+    backend.no_truncation()
+    backend.no_padding()
+    return backend
+
+
+def _unreadable(files: ModelFiles, reason: object) -> ConfigError:
+    return ConfigError(f"{files.tokenizer_file} cannot be read: {reason}", param="model.name")
+
+
 class Tokenizer:
     """The tokenizer of one model.
 
@@ -46,13 +77,7 @@ class Tokenizer:
     def __init__(
         self, files: ModelFiles, wall_clock: WallClock = datetime.now, monotonic: Callable[[], float] = time.monotonic
     ) -> None:
-        try:
-            backend = BackendTokenizer.from_file(str(files.tokenizer_file))
-        except Exception as error:  # the library raises bare Exception for every kind of bad file
-            raise ConfigError(f"{files.tokenizer_file} cannot be read: {error}", param="model.name") from error
-        backend.no_truncation()
-        backend.no_padding()
-        self.backend = backend
+        backend = self.backend = parse_tokenizer(files, read_tokenizer(files))
         self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
         self.eos_token_ids = files.eos_token_ids
         self._named_tokens = _special_tokens(files.tokenizer_config)

@@ -177,6 +177,14 @@ def test_an_unsupported_schema_ends_in_an_error_and_the_others_go_on(build, toke
     check(tokenizer, tokens["good"])
 
 
+def test_the_first_form_needs_no_file(build_tiny, json_model, tokenizer, tmp_path):
+    folder = shutil.copytree(json_model, tmp_path / "model")
+    engine = build_tiny(model__name=str(folder)).engine
+    (folder / "tokenizer.json").unlink()
+    tokens, _ = run(engine, [request("a")])
+    check(tokenizer, tokens["a"])
+
+
 def test_a_request_without_its_grammar_holds_nothing_up(build):
     engine = build().engine
     engine.add_request(request("bound"))
