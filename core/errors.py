@@ -7,6 +7,7 @@
     │   │   └── ContextTooLong     400  prompt (+ max_tokens) exceeds what the model or the pool can hold
     │   ├── ModelNotFound          404
     │   ├── Overloaded             429  admission refused for now
+    │   │   └── OutOfResources     503  the machine is short of descriptors, memory or processes
     │   ├── NoWorker               503  no worker can serve it at the moment
     │   ├── DeadlineUnreachable    503  what is queued takes longer than the request may
     │   ├── EncoderInputMissing    503  embeddings of an image cannot be had, and the image is not at hand
@@ -87,6 +88,12 @@ class Overloaded(RequestError):
     code = "overloaded"
     http_status = 429
     retryable = True
+
+
+class OutOfResources(Overloaded):
+    """The machine is short of what the request needs, as file descriptors, for now; no rate of the client's is to blame."""
+
+    http_status = 503
 
 
 class NoWorker(RequestError):

@@ -7,6 +7,7 @@ time or the memory, or has made it crash; a machine that was too slow, or short 
 
 from __future__ import annotations
 
+import errno
 import logging
 import select
 import signal
@@ -19,10 +20,11 @@ from contextlib import suppress
 
 import msgspec
 
-from core.errors import InvalidRequest, KVFerryError, Overloaded
+from core.errors import InvalidRequest, KVFerryError, OutOfResources, Overloaded
 from core.grammar.child import WALL_FACTOR, Check, Checked, Setup, read_frame, write_frame
 from core.grammar.limits import check_limits
 from core.log import event
+from core.rate_limit import LimitedLog
 from core.wire.sampling import StructuredOutput
 
 logger = logging.getLogger(__name__)
@@ -31,6 +33,7 @@ CHECK_TIMEOUT_S = 5.0  # of CPU time, for one grammar; by the clock ``WALL_FACTO
 TOO_COMPLEX = "is too complex"  # a grammar whose process was ended
 _START_TIMEOUT_S = 30.0  # of CPU time: of the process, its libraries and its vocabulary
 _MAX_KEPT_BYTES = 4 << 20  # of the texts of grammars whose answers are kept
+_LACKS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN)  # of descriptors, memory or processes
 # Ends of the process that the grammar did not cause: killed by us after the time by the clock, or by the kernel for want of
 # memory; its own alarm by the clock; a shutdown.
 _CAUSED_BY_THE_MACHINE = frozenset((-signal.SIGKILL, -signal.SIGALRM, -signal.SIGTERM, -signal.SIGINT, -signal.SIGHUP))
@@ -46,6 +49,7 @@ class GrammarChecker:
         self._answers: OrderedDict[StructuredOutput, str] = OrderedDict()
         self._kept_bytes = 0
         self._is_closed = False
+        self._limited_log = LimitedLog(logger, time.monotonic)
 
     @property
     def pid(self) -> int | None:
@@ -59,7 +63,8 @@ class GrammarChecker:
             InvalidRequest: it is malformed, unsupported, takes more than ``timeout_s`` of CPU time or the memory allowed, or
                 makes the process crash.
             Overloaded: the machine was too busy, or short of memory; nothing is known about the grammar.
-            KVFerryError: the process does not start.
+            OutOfResources: the process does not start for want of descriptors, memory or processes.
+            KVFerryError: it does not start for another reason.
         """
         check_limits(output)
         if self.check_kept(output):
@@ -120,7 +125,11 @@ class GrammarChecker:
         if self._is_closed:
             raise KVFerryError("the process that checks grammars has been stopped")
         command = [sys.executable, "-P", "-m", "core.grammar.child"]
-        process = self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        try:
+            process = self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        except OSError as error:
+            self._limited_log.warning("grammar_check_not_started", error=error)
+            raise _not_started(error) from None
         assert process.stdin is not None
         answer = None
         try:
@@ -166,3 +175,10 @@ class GrammarChecker:
         while self._kept_bytes > _MAX_KEPT_BYTES:
             old, answer = self._answers.popitem(last=False)
             self._kept_bytes -= len(old.value) + len(answer)
+
+
+def _not_started(error: OSError) -> KVFerryError:
+    message = f"the process that checks grammars does not start: {error.strerror}"
+    if error.errno in _LACKS:
+        return OutOfResources(f"{message}: try again later")
+    return KVFerryError(message)

@@ -1,23 +1,26 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import resource
 import signal
+import subprocess
 import threading
 from contextlib import ExitStack
 
 import pytest
 
-from core.errors import InvalidRequest, KVFerryError, Overloaded
+from core.errors import InvalidRequest, KVFerryError, OutOfResources, Overloaded
 from core.grammar import checker as checker_module
 from core.grammar import compiler as compiler_module
 from core.grammar.checker import GrammarChecker
 from core.grammar.child import memory_bytes
 from core.grammar.compiled import CompiledGrammar
 from core.grammar.compiler import GrammarCompiler
-from core.wire.sampling import StructuredOutput
+from core.wire.messages import ErrorInfo
+from core.wire.sampling import FORM_FIELD, StructuredOutput
 
 # Each pattern is small; their intersection has 2**20 states.
 EXPLODES = StructuredOutput(
@@ -186,6 +189,43 @@ def test_without_its_vocabulary_the_process_does_not_stay():
     with pytest.raises(ValueError, match="no such tokenizer"):
         checker.check(regex("ab"))
     assert checker.pid is None
+
+
+@pytest.fixture
+def start_nothing(monkeypatch):
+    """Have each start of a process fail."""
+
+    def start_nothing(number):
+        def start(*_args, **_options):
+            raise OSError(number, os.strerror(number))
+
+        monkeypatch.setattr(subprocess, "Popen", start)
+
+    return start_nothing
+
+
+@pytest.mark.parametrize("lack", [errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN])
+def test_a_lack_that_keeps_the_process_from_starting_is_named_and_may_pass(
+    checker, compiler, start_nothing, monkeypatch, caplog, lack
+):
+    start_nothing(lack)
+    for _ in range(2):
+        with pytest.raises(OutOfResources, match=f"does not start: {os.strerror(lack)}: try again later") as refused:
+            checker.check(regex("ab"))
+    info = ErrorInfo.of(refused.value)
+    assert (info.code, info.http_status, info.retryable) == ("overloaded", 503, True)
+    assert len([record for record in caplog.records if "event=grammar_check_not_started" in record.message]) == 1
+    here_alone = ErrorInfo.of(compiled(compiler, regex("ab"))[regex("ab")])
+    assert (here_alone.code, here_alone.param) == ("overloaded", FORM_FIELD)  # as of a worker that others stand in for
+    monkeypatch.undo()
+    checker.check(regex("ab"))
+
+
+def test_a_process_that_can_never_start_is_an_error_of_ours(checker, start_nothing):
+    start_nothing(errno.ENOENT)
+    with pytest.raises(KVFerryError, match="does not start: No such file") as failed:
+        checker.check(regex("ab"))
+    assert not failed.value.retryable
 
 
 def test_closing_ends_the_process(checker):
