@@ -17,7 +17,7 @@ from core.errors import KVFerryError
 from core.kv.block_form import HeadRange
 from core.kv.seals import ExpectedSeal
 from core.wire.early import MeetProducer
-from core.wire.kv import ControlMessage, KVHandoff, KVLayoutInfo
+from core.wire.kv import ControlMessage, Handshake, KVHandoff, KVLayoutInfo
 
 # ---- scheduler side → event loop -------------------------------------------------------------------------------------
 
@@ -182,6 +182,15 @@ class ControlLost:
     """Consumer: the control connection to an address was lost or refused."""
 
     address: str
+
+
+@dataclass(frozen=True, slots=True)
+class HandshakeUnsent:
+    """Consumer: this handshake was not sent to the address, and no answer will come."""
+
+    address: str
+    message: Handshake
+    reason: str
 
 
 # ---- state machine → control sockets ---------------------------------------------------------------------------------

@@ -197,8 +197,8 @@ class ControlClients:
         self.num_bad_frames = 0
         self.num_dropped = 0
 
-    def send(self, address: str, message: ControlMessage) -> None:
-        """Queue a message. Where it cannot be queued it is dropped and counted: deadlines cover losses."""
+    def send(self, address: str, message: ControlMessage) -> BaseException | None:
+        """Queue a message. One that cannot be is dropped and counted, and the reason returned: deadlines cover losses."""
         try:
             link = self._links.get(address) or self._open(address, self._options)
             frame = encode_control_message(message)
@@ -211,6 +211,7 @@ class ControlClients:
             self.num_dropped += 1
             kind = type(message).__name__
             self._limited_log.warning("kv_control_dropped", key=address, address=address, kind=kind, error=error)
+        return error
 
     def close(self, address: str) -> None:
         """Close the link to an address; unknown ones are ignored."""

@@ -21,6 +21,7 @@ from connectors.p2p.actions import (
     CloseControl,
     ControlLost,
     ControlReceived,
+    HandshakeUnsent,
     PeerFailed,
     PeerFenced,
     PeerLost,
@@ -220,7 +221,7 @@ class P2PDriver:
         """Route events to the machines of the agent, and their actions to sockets, transfer thread, engine and log."""
         actions: ByType[ActionHandler[ControlMessage]] = ByType(
             {
-                SendControl: lambda action: clients.send(action.address, action.message),
+                SendControl: partial(self._send_control, clients),
                 CloseControl: lambda action: clients.close(action.address),
                 Reply: attrgetter("message"),  # ``MachineDriver.handle`` returns it
                 PeerFenced: self._note_fence,
@@ -247,6 +248,12 @@ class P2PDriver:
         agent.consumer.handlers[TransferReport] = partial(self._on_transfer, agent.consumer.handlers[TransferReport])
         agent.producer.handlers[Handshake] = self._on_handshake
         self._agent = agent
+
+    def _send_control(self, clients: ControlClients, action: SendControl) -> None:
+        """Send a message. The consumer hears of a handshake that was not sent once it has carried out its present actions."""
+        error = clients.send(action.address, action.message)
+        if error is not None and isinstance(action.message, Handshake):
+            self.post(HandshakeUnsent(action.address, action.message, str(error)))
 
     def _on_transfer(self, handler: EventHandler, report: TransferReport, now: float) -> Iterable[object]:
         actions = handler(report, now)

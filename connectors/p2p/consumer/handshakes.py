@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from connectors.p2p.actions import Action, CloseControl, SendControl
+from connectors.p2p.actions import Action, CloseControl, HandshakeUnsent, SendControl
 from connectors.p2p.consumer.held_leases import HeldLeases
 from connectors.p2p.consumer.load import Load
 from connectors.p2p.consumer.loads import Loads
@@ -39,6 +39,7 @@ class _OpenHandshake:
     transports: tuple[str, ...]
     after_lease_question: int
     asked_at: float  # the first time
+    message: Handshake | None = None  # the last one; None before it is sent
 
 
 @dataclass(slots=True)
@@ -118,7 +119,6 @@ class Handshakes:
             self._send(replace(handshake, deadline=deadline, after_lease_question=self._leases.last_question))
 
     def _send(self, handshake: _OpenHandshake) -> None:
-        self._open[handshake.peer_id.address] = handshake
         self._asked.setdefault(handshake.peer_id.address, set()).update(handshake.transports)
         ours = self._identity
         message = Handshake(
@@ -130,6 +130,7 @@ class Handshakes:
             host_id=ours.host_id,
             kv_verify=self._terms.kv_verify,
         )
+        self._open[handshake.peer_id.address] = replace(handshake, message=message)
         self._emit(SendControl(handshake.peer_id.address, message))
         self.num_sent += 1
 
@@ -181,6 +182,13 @@ class Handshakes:
             self.note_other_version(address)
             self._back_off(handshake.peer_id, error, now)
         self._fail(address, error, now)
+
+    def on_unsent(self, unsent: HandshakeUnsent, now: float) -> None:
+        """Fail the loads that wait for this handshake, unless it was sent again meanwhile."""
+        handshake = self._open.get(unsent.address)
+        if handshake is not None and handshake.message is unsent.message:
+            error = PeerUnreachable(f"the handshake with {unsent.address} could not be sent: {unsent.reason}")
+            self._give_up(unsent.address, ErrorInfo.of(error), now)
 
     def note_other_version(self, address: str) -> None:
         """Record that the process on the present control connection refuses our wire version."""
@@ -262,6 +270,10 @@ class Handshakes:
             for load in waiting[: -len(later)]:  # in the order of their starts
                 self._end(load, error, now)
             return
+        self._give_up(address, error, now)
+
+    def _give_up(self, address: str, error: ErrorInfo, now: float) -> None:
+        """Fail a handshake without an answer. What is open at the address keeps the connection; else the next one is new."""
         self._fail(address, error, now)
         if not self._peers.at(address):
             self._close_control(address)

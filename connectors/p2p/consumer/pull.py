@@ -31,6 +31,7 @@ from connectors.p2p.actions import (
     ControlLost,
     ControlReceived,
     ExpectHandoff,
+    HandshakeUnsent,
     MeetPeer,
     PeerFailed,
     PeerFenced,
@@ -86,6 +87,7 @@ class PullProtocol:
                 MeetPeer: self.meet,
                 ControlReceived: self.on_control,
                 ControlLost: self.on_disconnected,
+                HandshakeUnsent: self.on_unsent,
                 TransferReport: self.on_transfer,
                 TimerDue: self.on_timer,
             }
@@ -213,6 +215,11 @@ class PullProtocol:
                 self._connect(load, now)
             else:
                 self._end(load, error, now)
+        return self._take_actions(now)
+
+    def on_unsent(self, event: HandshakeUnsent, now: float) -> list[Action]:
+        """A handshake was not sent, as for want of a descriptor: loads do not wait for an answer."""
+        self._handshakes.on_unsent(event, now)
         return self._take_actions(now)
 
     def on_transfer(self, report: TransferReport, now: float) -> list[Action]:

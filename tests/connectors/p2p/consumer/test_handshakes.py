@@ -1,6 +1,6 @@
 """The handshakes of waiting loads: shared, repeated, refused, and the transports that they offer."""
 
-from connectors.p2p.actions import CloseControl, OpenPeer
+from connectors.p2p.actions import CloseControl, HandshakeUnsent, OpenPeer
 from connectors.reports import LoadEnded
 from core.errors import ConnectorUnavailable, LayoutMismatch, PeerUnreachable
 from core.wire.kv import Handshake, HandshakeRefused, LeaseRenew
@@ -56,6 +56,47 @@ def test_silent_peer_fails_all_waiting_loads_once_and_loses_its_connection(pull,
     assert CloseControl(address) in actions
     assert pull.protocol.counts.failed_handshakes == 1
     assert {type(action.message) for action in pull.tick(100)} == {LeaseRenew}
+
+
+def cannot_send(pull, message, address):
+    """Let a handshake stay unsent."""
+    return pull.take(pull.protocol.on_unsent(HandshakeUnsent(address, message, "Too many open files"), pull.now))
+
+
+def test_handshake_that_was_not_sent_fails_all_waiting_loads_at_once(pull, address):
+    pull.start("a")
+    pull.start("b", transfer_id="u")
+    pull.start("c", transfer_id="v", address=OTHER)
+    cannot_send(pull, pull.messages(Handshake)[0], address)
+    assert pull.failed == {"a": "peer_lost", "b": "peer_lost"}
+    assert pull.ended["a"].error.message == f"the handshake with {address} could not be sent: Too many open files"
+    assert pull.protocol.counts.failed_handshakes == 1
+    pull.start("d", transfer_id="w")
+    assert len(pull.messages(Handshake)) == 3
+    pull.accept()
+    pull.grant(60_000, "w")
+    assert pull.reads_of("d")
+
+
+def test_handshake_that_was_sent_again_or_answered_is_not_given_up_with_the_unsent_one(pull, address):
+    pull.start()
+    (unsent,) = pull.messages(Handshake)
+    pull.disconnect()
+    pull.start("b", transfer_id="u")
+    for _ in range(2):
+        assert cannot_send(pull, unsent, address) == []
+        pull.accept()
+    pull.grant(60_000, "u")
+    assert pull.reads_of("b")
+
+
+def test_handshake_that_was_not_sent_leaves_open_peers_their_connection(pull, address):
+    pull.start_reading("a")
+    pull.start("b", incarnation=2)
+    assert CloseControl(address) not in cannot_send(pull, pull.messages(Handshake)[-1], address)
+    assert pull.failed == {"b": "peer_lost"}
+    pull.end_reads()
+    assert pull.ended["a"].error is None
 
 
 def test_lost_handshake_is_repeated_when_a_later_question_is_answered(pull):
