@@ -11,7 +11,7 @@ import asyncio
 import errno
 import logging
 import resource
-from typing import Any
+from typing import Any, TypeGuard
 
 from core.errors import ConfigError
 from core.log import event
@@ -42,6 +42,11 @@ def connections_within(num_connections: int, setting: str) -> int:
     return room
 
 
+def is_full_table(error: BaseException) -> TypeGuard[OSError]:
+    """Return True for the error of a call that found no descriptor; ZeroMQ's has the number and the text of an OSError."""
+    return getattr(error, "errno", None) in (errno.EMFILE, errno.ENFILE)
+
+
 def too_few_descriptors(reason: str | None) -> ConfigError:
     """Return the error of a process that cannot start for want of descriptors."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -57,7 +62,7 @@ def report_full_table(loop: asyncio.AbstractEventLoop) -> None:
 
     def handle(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         error = context.get("exception")
-        if "socket" not in context or not isinstance(error, OSError) or error.errno not in (errno.EMFILE, errno.ENFILE):
+        if "socket" not in context or error is None or not is_full_table(error):
             loop.default_exception_handler(context)
             return
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

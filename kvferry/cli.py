@@ -12,6 +12,7 @@ from typing import Annotated
 import typer
 from typer.exceptions import TyperException
 
+from core.descriptors import is_full_table, too_few_descriptors
 from core.errors import ConfigError, KVFerryError
 from kvferry import __version__, options
 from kvferry.advise.command import advise
@@ -364,4 +365,9 @@ def main() -> None:
     except KVFerryError as error:
         code = 2 if isinstance(error, ConfigError) else 1
         print(f"kvferry: {error.message}", file=sys.stderr)
+    except Exception as error:
+        if not is_full_table(error):
+            raise
+        code = 2
+        print(f"kvferry: {too_few_descriptors(error.strerror).message}", file=sys.stderr)
     sys.exit(code)

@@ -139,7 +139,11 @@ class Router:
         limit_unread_answers(self._socket, self._config.send_timeout_s)
         self._server = _Server(self.http)
         self._serving = asyncio.create_task(self._server.serve(sockets=[self._socket]))
-        await self._server.is_up.wait()
+        is_up = asyncio.create_task(self._server.is_up.wait())
+        await asyncio.wait((is_up, self._serving), return_when=asyncio.FIRST_COMPLETED)
+        if not is_up.done():  # serving has failed, as for want of a descriptor
+            is_up.cancel()
+            self._serving.result()
         self._socket.listen(BACKLOG)  # uvicorn has set the queue to what one callback accepts
         sampling = msgspec.structs.asdict(self._model.defaults)
         logger.info(

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import subprocess
 import sys
 
 import pytest
+import zmq
 from typer.testing import CliRunner
 
 from kvferry import __version__, cli
@@ -84,6 +87,36 @@ def test_settings_are_read_from_standard_input():
     result = subprocess.run(command, input='{"router": {"port": -1}}', capture_output=True, text=True, timeout=60, check=False)
     assert result.returncode == 2
     assert "router.port" in result.stderr
+
+
+@pytest.mark.parametrize("limit", [8, 12, 16])
+def test_process_that_finds_too_few_descriptors_names_the_limit(limit):
+    """At its start it needs one after the other: wherever they end, one line says so."""
+    program = (
+        f"import resource, sys; resource.setrlimit(resource.RLIMIT_NOFILE, ({limit}, {limit}));"
+        "sys.argv[1:] = ['router', '--port', '0', '--set', 'router.worker_address=tcp://127.0.0.1:0'];"
+        "from kvferry.__main__ import main; main()"
+    )
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    assert result.returncode == 2, result.stderr
+    last = result.stderr.splitlines()[-1]
+    assert last.startswith("kvferry: Too many open files: raise the limit of open files (`ulimit -n`)"), result.stderr
+    assert "process_bug" not in result.stderr
+
+
+@pytest.mark.parametrize("kind", [OSError, zmq.ZMQError])
+@pytest.mark.parametrize("number", [errno.EMFILE, errno.ENFILE, errno.EIO])
+def test_error_of_any_call_that_finds_no_descriptor_is_one_line(monkeypatch, capsys, kind, number):
+    def fail(**_options):
+        raise kind(number, os.strerror(number))
+
+    monkeypatch.setattr(cli, "app", fail)
+    with pytest.raises(kind if number == errno.EIO else SystemExit) as end:
+        cli.main()
+    if number != errno.EIO:
+        assert end.value.code == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line.startswith(f"kvferry: {os.strerror(number)}: raise the limit of open files (`ulimit -n`)")
 
 
 def test_unknown_option_is_exit_code_2():

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import signal
 import socket
@@ -231,6 +232,20 @@ async def test_stopping_twice_is_harmless_and_closes_the_port(start_router):
     async with httpx.AsyncClient(verify=False) as client:
         with pytest.raises(httpx.ConnectError):
             await client.get(f"{url}/health")
+
+
+async def test_server_that_cannot_listen_ends_the_start(tiny_tokenizer, monkeypatch):
+    async def no_descriptor(*_args, **_options):
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    section = RouterSection(port=0, worker_address="tcp://127.0.0.1:0")
+    router = Router(section, ServedModel(name="tiny", tokenizer=tiny_tokenizer))
+    monkeypatch.setattr(asyncio.get_running_loop(), "create_server", no_descriptor)
+    async with asyncio.timeout(10):
+        with pytest.raises(OSError, match="Too many open files"):
+            await router.start()
+    await router.gateway.stop()
+    await router._close_sockets()
 
 
 @pytest.mark.slow
