@@ -47,10 +47,13 @@ def is_full_table(error: BaseException) -> TypeGuard[OSError]:
     return getattr(error, "errno", None) in (errno.EMFILE, errno.ENFILE)
 
 
-def too_few_descriptors(reason: str | None) -> ConfigError:
-    """Return the error of a process that cannot start for want of descriptors."""
+def too_few_descriptors(error: OSError) -> ConfigError:
+    """Return the error of a process that cannot start for want of descriptors: its own, or those of the machine."""
+    if error.errno == errno.ENFILE:
+        return ConfigError(f"{error.strerror}: all processes together have too many (`sysctl fs.file-max`)")
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return ConfigError(f"{reason}: raise the limit of open files (`ulimit -n`), which is {soft} here, and {hard} at most")
+    limits = f"which is {soft} here, and {hard} at most"
+    return ConfigError(f"{error.strerror}: raise the limit of open files (`ulimit -n`), {limits}")
 
 
 def report_full_table(loop: asyncio.AbstractEventLoop) -> None:

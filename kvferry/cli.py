@@ -369,5 +369,5 @@ def main() -> None:
         if not is_full_table(error):
             raise
         code = 2
-        print(f"kvferry: {too_few_descriptors(error.strerror).message}", file=sys.stderr)
+        print(f"kvferry: {too_few_descriptors(error).message}", file=sys.stderr)
     sys.exit(code)

@@ -43,7 +43,7 @@ class GrammarCompiler:
     """
 
     def __init__(self, setup: Callable[[], Setup], cache_bytes: int = CACHE_BYTES) -> None:
-        self._setup = setup
+        self._setup: Callable[[], Setup] | None = setup  # until it has been used
         self._cache_bytes = cache_bytes
         self._kept: OrderedDict[StructuredOutput, CompiledGrammar] = OrderedDict()
         self._pending: set[_Job] = set()
@@ -164,9 +164,11 @@ class GrammarCompiler:
 
     def _compile(self, output: StructuredOutput) -> CompiledGrammar:
         if self._checker is None or self._vocabulary is None:
+            assert self._setup is not None, "it made both"
             setup = self._setup()
             self._vocabulary = Vocabulary(setup.tokenizer_json, setup.vocab_size, setup.eos_token_ids)
             self._checker = GrammarChecker(lambda: setup)
+            self._setup = None  # with the tokenizer's file
         try:
             self._checker.check(output)
         except Overloaded as error:

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 import zmq
 
-from core.descriptors import too_few_descriptors
+from core.descriptors import is_full_table, too_few_descriptors
 
 # Of the context itself, its reaper, its I/O thread and the socket that starts them: 6. A pipe has two.
 _NEEDED_PIPES = 4
@@ -30,7 +30,9 @@ def started_context(kind: type[AnyContext]) -> AnyContext:
         context = kind()
         context.socket(zmq.PAIR, socket_class=zmq.Socket).close(linger=0)
     except (OSError, zmq.ZMQError) as error:
-        raise too_few_descriptors(error.strerror) from None
+        if not is_full_table(error):
+            raise
+        raise too_few_descriptors(error) from None
     return context
 
 

@@ -143,6 +143,8 @@ class Router:
         await asyncio.wait((is_up, self._serving), return_when=asyncio.FIRST_COMPLETED)
         if not is_up.done():  # serving has failed, as for want of a descriptor
             is_up.cancel()
+            await self.gateway.stop()
+            await self._close_sockets()
             self._serving.result()
         self._socket.listen(BACKLOG)  # uvicorn has set the queue to what one callback accepts
         sampling = msgspec.structs.asdict(self._model.defaults)

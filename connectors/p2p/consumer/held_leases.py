@@ -99,7 +99,9 @@ class HeldLeases:
                 self._take(handoff, now)
                 taken.append(handoff)
             elif lease.expected_until is not None:
-                self._renew_at = min(self._renew_at, lease.expected_until)  # an interval after the question
+                left_s = lease.good_until - now
+                soon = now + left_s / 2 if 0 < left_s <= self._renew_interval_s else math.inf
+                self._renew_at = min(self._renew_at, lease.expected_until, soon)  # an interval after the question, or in time
                 lease.expected_until = None
                 self.counts.leases_known_in_time += lease.good_until > now
         self._ask(taken, now)

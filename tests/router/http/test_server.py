@@ -244,8 +244,8 @@ async def test_server_that_cannot_listen_ends_the_start(tiny_tokenizer, monkeypa
     async with asyncio.timeout(10):
         with pytest.raises(OSError, match="Too many open files"):
             await router.start()
-    await router.gateway.stop()
-    await router._close_sockets()
+    assert router._socket.fileno() == -1
+    assert not [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
 
 
 @pytest.mark.slow

@@ -2,7 +2,7 @@
 
 import pytest
 
-from connectors.p2p.actions import ConsumerStep, HandoffRef, PostRead, PostSealRead, SendControl
+from connectors.p2p.actions import ConsumerStep, ExpectHandoff, HandoffRef, PostRead, PostSealRead, SendControl
 from connectors.p2p.consumer.held_leases import MAX_OPEN_QUESTIONS
 from connectors.p2p.transport.interface import PeerId
 from connectors.reports import ALL_BLOCKS, LoadEnded
@@ -33,6 +33,13 @@ def test_lease_shorter_than_the_interval_is_renewed_while_it_lasts(pull):
     pull.release()
     assert pull.tick(5) == []
     assert pull.protocol.next_timer() is None
+
+
+def test_short_lease_that_was_asked_about_in_time_is_renewed_while_it_lasts(pull, address):
+    pull.take(pull.protocol.expect(ExpectHandoff(HandoffRef("t", PeerId(address, 1))), pull.now))
+    pull.grant(3_000)
+    pull.hold()
+    assert pull.protocol.next_timer() == pull.now + 1.5
 
 
 def test_lease_that_its_owner_prolongs_no_more_ends_after_few_questions(make_pull):
