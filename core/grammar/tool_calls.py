@@ -11,9 +11,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
+
 from core.errors import InvalidRequest
-from core.grammar.limits import MAX_GRAMMAR_BYTES
-from core.grammar.references import as_pointers
+from core.grammar.limits import MAX_GRAMMAR_BYTES, MAX_SCHEMA_BYTES
+from core.grammar.references import TOO_LARGE, as_pointers
 from core.grammar.translation import WHITESPACE, embedded_form, embedded_schema
 from core.wire.sampling import StructuredOutput
 
@@ -85,7 +87,8 @@ def calls_schema(schemas: Mapping[str, Mapping[str, Any]], arguments_key: str = 
     """Return the schema of one call as an object; each function's references mean what they do in its own schema.
 
     Raises:
-        InvalidRequest: a reference cannot be told to, as ``as_pointers`` says.
+        InvalidRequest: a reference cannot be told to, as ``as_pointers`` says, and ``param`` is the name of its function; or
+            all together become too large.
     """
     calls = [
         {
@@ -96,7 +99,18 @@ def calls_schema(schemas: Mapping[str, Mapping[str, Any]], arguments_key: str = 
         }
         for name in schemas
     ]
-    return {"anyOf": calls, "$defs": {name: as_pointers(schema, f"#/$defs/{name}") for name, schema in schemas.items()}}
+    moved: dict[str, dict[str, Any]] = {}
+    num_bytes = 0
+    for name, schema in schemas.items():
+        try:
+            moved[name] = as_pointers(schema, f"#/$defs/{name}")
+        except InvalidRequest as error:
+            error.param = name
+            raise
+        num_bytes += len(msgspec.json.encode(moved[name]))
+        if num_bytes > MAX_SCHEMA_BYTES:
+            raise InvalidRequest(TOO_LARGE)
+    return {"anyOf": calls, "$defs": moved}
 
 
 class _CallsWriter:

@@ -19,8 +19,8 @@ from core.wire.sampling import IGNORES_END, StructuredOutput
 from router.openai.requests import ChatCompletionRequest
 
 MAX_TOOLS = 128
-_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
-_LIST_BYTES = 80  # what a list of calls has beside the schema of a call, at most
+_MAX_NAME = 64
+_NAME = re.compile(rf"[A-Za-z0-9_.-]{{1,{_MAX_NAME}}}")
 _OWN_WORD = "json_schema "  # of a form; a client's tool has no such field
 _FIELDS = (("description", str, "a string"), ("strict", bool, "true or false"))  # of a function, that a client may leave out
 _NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}
@@ -182,7 +182,8 @@ def _choice(value: object, schemas: Mapping[str, Any]) -> tuple[Literal["none", 
         case "required":
             raise InvalidRequest("tool_choice is required, and there are no tools", param="tool_choice")
         case {"type": "function", "function": {"name": str() as name}}:
-            raise InvalidRequest(f"tool_choice names {name!r}, which is none of the tools", param="tool_choice")
+            told = repr(name if len(name) <= _MAX_NAME else f"{name[:_MAX_NAME]}…")
+            raise InvalidRequest(f"tool_choice names {told}, which is none of the tools", param="tool_choice")
     raise InvalidRequest(
         'tool_choice is not supported: it must be none, auto, required, or {"type": "function", "function": {"name": ...}}',
         param="tool_choice",
@@ -207,27 +208,42 @@ def _form(
 
 def _calls_form(schemas: Mapping[str, dict[str, Any]], is_parallel: bool) -> StructuredOutput:
     """Return the form of a list of calls. Raises InvalidRequest: names the function at fault, if one is."""
+    _check_bytes(schemas)
+    for index, (name, schema) in enumerate(schemas.items()):
+        try:
+            check_limits(_form_of({"$defs": {name: schema}}))  # as deep as it is in the list
+        except InvalidRequest as error:
+            raise _of_function(error.message, index) from None
     try:
-        call = _call(schemas)
+        call = calls_schema(schemas)
     except InvalidRequest as error:
-        for index, schema in enumerate(schemas.values()):
-            try:
-                _call({"f": schema})
-            except InvalidRequest as own:
-                raise _of_function(own.message, index) from None
-        raise InvalidRequest(error.message.replace("JSON schema", "schema of calls", 1), param="tools") from None
+        if error.param is not None:
+            raise _of_function(error.message, list(schemas).index(error.param)) from None
+        raise _of_all(error.message) from None
     most = {} if is_parallel else {"maxItems": 1}
-    return _form_of({"type": "array", "items": {"anyOf": call["anyOf"]}, "minItems": 1, **most, "$defs": call["$defs"]})
+    form = _form_of({"type": "array", "items": {"anyOf": call["anyOf"]}, "minItems": 1, **most, "$defs": call["$defs"]})
+    _refuse_more_bytes(len(form.value.encode()))
+    return form
 
 
-def _call(schemas: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
-    """Return the schema of one call. Raises InvalidRequest if it exceeds a limit, or has references that lead nowhere."""
-    check_limits(_form_of({"$defs": schemas}))  # before the work that their size and depth bound
-    found = calls_schema(schemas)
-    num_bytes = len(_form_of(found).value.encode(errors="replace")) + _LIST_BYTES
+def _check_bytes(schemas: Mapping[str, dict[str, Any]]) -> None:
+    """Refuse too large schemas before any of them is walked: each may be of the size of a body."""
+    total = 0
+    for index, schema in enumerate(schemas.values()):
+        num_bytes = len(msgspec.json.encode(schema))
+        if num_bytes > MAX_SCHEMA_BYTES:
+            raise _of_function(f"the JSON schema has {num_bytes} bytes, at most {MAX_SCHEMA_BYTES} are allowed", index)
+        total += num_bytes
+    _refuse_more_bytes(total)
+
+
+def _refuse_more_bytes(num_bytes: int) -> None:
     if num_bytes > MAX_SCHEMA_BYTES:
-        raise InvalidRequest(f"the JSON schema has {num_bytes} bytes, at most {MAX_SCHEMA_BYTES} are allowed")
-    return found
+        raise _of_all(f"the JSON schema has {num_bytes} bytes, at most {MAX_SCHEMA_BYTES} are allowed")
+
+
+def _of_all(text: str) -> InvalidRequest:
+    return InvalidRequest(text.replace("JSON schema", "schema of calls", 1), param="tools")
 
 
 def _form_of(schema: Mapping[str, Any]) -> StructuredOutput:

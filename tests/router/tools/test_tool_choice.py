@@ -5,6 +5,7 @@ import pytest
 
 from core.errors import InvalidRequest
 from core.grammar.limits import MAX_SCHEMA_BYTES
+from router.openai import tool_choice
 from router.openai.requests import ChatCompletionRequest, ChatMessage
 from router.openai.tool_choice import earlier_calls, tool_use
 
@@ -118,7 +119,7 @@ OF_B = {"properties": {"a": {"$ref": "#b"}}}
         (DEEP, "the JSON schema is more than 32"),
         (OF_OTHERS, "$ref 'json-schema:///#/$defs/weather' leads to nothing"),
         (OF_B, "$ref '#b' leads to nothing"),
-        ({"properties": {"a": {"$ref": "http://[x"}}}, "'http://[x' in a schema is no URI"),
+        ({"properties": {"a": {"$ref": "http://[x"}}}, "$ref 'http://[x' is no URI"),
     ],
     ids=["regex", "bytes", "depth", "other function", "anchor", "no URI"],
 )
@@ -141,6 +142,48 @@ def test_functions_that_are_too_large_together_are_told_so():
     with pytest.raises(InvalidRequest, match=r"^the schema of calls has 6.* bytes, at most 65536") as refused:
         use(tools=named(f=half, g=half), tool_choice="required")
     assert refused.value.param == "tools"
+
+
+def test_functions_whose_pointers_are_too_large_together_are_told_so():
+    schema = {"$defs": {"n" * 1000: {"$anchor": "a"}}, "properties": {str(index): {"$ref": "#a"} for index in range(20)}}
+    with pytest.raises(InvalidRequest, match=r"^the schema of calls has more than 65536 bytes once") as refused:
+        use(tools=named(**{f"f{index}": schema for index in range(30)}), tool_choice="required")
+    assert refused.value.param == "tools"
+
+
+@pytest.mark.parametrize("title", ["a" * 1000, "a" * MAX_SCHEMA_BYTES])
+def test_functions_that_are_too_large_are_not_walked(monkeypatch, title):
+    monkeypatch.setattr(tool_choice, "check_limits", None)
+    monkeypatch.setattr(tool_choice, "calls_schema", None)
+    tools = named(**{f"f{index}": {"title": title} for index in range(100)})
+    with pytest.raises(InvalidRequest, match=r" bytes, at most 65536 are allowed$"):
+        use(tools=tools, tool_choice="required")
+
+
+def test_each_function_is_walked_at_most_once_to_find_the_one_at_fault(monkeypatch):
+    walked = []
+    check = tool_choice.check_limits
+
+    def counted(form):
+        walked.append(list(json.loads(form.value)["$defs"]))
+        check(form)
+
+    monkeypatch.setattr(tool_choice, "check_limits", counted)
+    tools = named(f={}, bad={"properties": {"a": {"pattern": "a{20000}"}}}, g={})
+    with pytest.raises(InvalidRequest):
+        use(tools=tools, tool_choice="required")
+    assert walked == [["f"], ["bad"]]
+
+
+def test_an_index_of_many_digits_leads_to_nothing():
+    schema = {"default": [{"$ref": "#"}], "properties": {"a": {"$ref": "#/default/" + "9" * 5000}}}
+    assert "9" * 5000 in use(tools=named(f=schema), tool_choice="required").form.value
+
+
+def test_the_name_of_a_chosen_function_is_told_in_short():
+    with pytest.raises(InvalidRequest) as refused:
+        use(tools=TOOLS, tool_choice={"type": "function", "function": {"name": "x" * 60_000}})
+    assert len(refused.value.message) < 300
 
 
 def test_fields_of_a_tool_that_nobody_knows_stay_for_the_template():
