@@ -122,6 +122,7 @@ class _CallsWriter:
         self._special_tokens = special_tokens
         self._is_parallel = is_parallel
         self._names: dict[str, str] = {}  # of rules, by what they are
+        self._written: dict[tuple[str, str], str] = {}  # rules of schemas, by kind and name: several syntaxes have the same
 
     def way(self, syntax: CallSyntax) -> str:
         """Return one way to write all calls; its rules are added."""
@@ -133,15 +134,21 @@ class _CallsWriter:
     def _call(self, syntax: CallSyntax) -> str:
         before, after = self._text(syntax.before), self._text(syntax.after)
         if syntax.name_end is None:
-            body = self._rule("object", embedded_schema(calls_schema(self._schemas, syntax.arguments_key)))
+            body = self._schema_rule("object", syntax.arguments_key)
             before += " ws?" if before else ""
         else:
             end = self._text(syntax.name_end)
-            body = f"({' | '.join(f'{json.dumps(name)} {end} ws? {self._arguments(name)}' for name in self._schemas)})"
+            rules = ((name, self._schema_rule("arguments", name)) for name in self._schemas)
+            body = f"({' | '.join(f'{json.dumps(name)} {end} ws? {rule}' for name, rule in rules)})"
         return " ".join(filter(None, [before, body, f"ws? {after}" if after else ""]))
 
-    def _arguments(self, name: str) -> str:
-        return self._rule("arguments", embedded_schema(self._schemas[name]))
+    def _schema_rule(self, kind: str, name: str) -> str:
+        """Return the name of the rule of all calls whose arguments have this key, or of one function's arguments."""
+        found = self._written.get((kind, name))
+        if found is None:
+            schema = calls_schema(self._schemas, name) if kind == "object" else self._schemas[name]
+            found = self._written[kind, name] = self._rule(kind, embedded_schema(schema))
+        return found
 
     def _rule(self, kind: str, body: str) -> str:
         """Return the name of the rule that is ``body``."""

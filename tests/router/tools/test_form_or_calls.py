@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
 from core.errors import InvalidRequest
+from core.grammar import tool_calls
 from core.grammar.compiled import CompiledGrammar, Vocabulary
 from core.grammar.tool_calls import CallSyntax, form_or_calls
 from core.wire.sampling import StructuredOutput
@@ -230,3 +231,12 @@ def test_a_text_with_much_space_is_no_call_and_is_not_held():
     assert parser.push("{" + " " * 32) == []
     assert parser.push(" ") == ["{" + " " * 33]
     assert parser.push("x") == ["x"]
+
+
+@pytest.mark.parametrize(("tool_format", "num_schemas"), [(LLAMA3_JSON, 1), (MISTRAL, 1 + len(SCHEMAS))])
+def test_the_schemas_of_calls_are_written_once_for_all_syntaxes(monkeypatch, tool_format, num_schemas):
+    written = []
+    write = tool_calls.embedded_schema
+    monkeypatch.setattr(tool_calls, "embedded_schema", lambda schema: (written.append(schema), write(schema))[1])
+    form_or_calls(StructuredOutput(kind="json_object"), tool_format.syntaxes, SCHEMAS, {}, is_parallel=True)
+    assert len(written) == num_schemas
