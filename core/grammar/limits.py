@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from core.errors import InvalidRequest
-from core.grammar.schema_keywords import REFERENCES, may_lead_into_data, with_schemas
+from core.grammar.schema_keywords import CONTAINERS, REFERENCES, may_lead_into_data, with_schemas
 from core.struct_types import prepared
 from core.wire.sampling import StructuredOutput
 
@@ -174,10 +174,17 @@ def _check_regexes(schema: object) -> None:
 
 def _references(value: object) -> Iterator[str]:
     """Return the references of a schema, also those in its data."""
-    if isinstance(value, dict):
-        yield from (value[name] for name in REFERENCES if isinstance(value.get(name), str))
-    for inner in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
-        yield from _references(inner)
+    todo = [value]
+    while todo:
+        outer = todo.pop()
+        if isinstance(outer, dict):
+            for name in REFERENCES:
+                if name in outer and isinstance(outer[name], str):
+                    yield outer[name]
+            outer = outer.values()
+        elif not isinstance(outer, list):
+            continue
+        todo += [inner for inner in outer if inner and isinstance(inner, CONTAINERS)]
 
 
 def _check_regexes_of(schema: object, *, is_data_used: bool) -> None:
@@ -185,7 +192,8 @@ def _check_regexes_of(schema: object, *, is_data_used: bool) -> None:
     check = partial(_check_regexes_of, is_data_used=is_data_used)
     if isinstance(schema, list):
         for item in schema:
-            check(item)
+            if item and isinstance(item, CONTAINERS):
+                check(item)
     if not isinstance(schema, dict):
         return
     pattern = schema.get("pattern")
@@ -195,6 +203,8 @@ def _check_regexes_of(schema: object, *, is_data_used: bool) -> None:
     for name in named if isinstance(named, dict) else ():
         check_regex(name or ".*")
     for keyword, value in schema.items():
+        if not value or not isinstance(value, CONTAINERS):
+            continue
         if is_data_used:
             check(value)
         else:

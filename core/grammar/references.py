@@ -20,7 +20,7 @@ import msgspec
 
 from core.errors import InvalidRequest
 from core.grammar.limits import MAX_SCHEMA_BYTES
-from core.grammar.schema_keywords import APPLIED, DATA, REFERENCES, SCHEMAS, SCHEMAS_BY_NAME
+from core.grammar.schema_keywords import APPLIED, CONTAINERS, DATA, REFERENCES, SCHEMAS, SCHEMAS_BY_NAME
 
 MAX_URIS = 64  # of parts that have one, if there are references by URI
 MAX_URI_CHARACTERS = 1000
@@ -107,7 +107,7 @@ class _Document:
             if isinstance(value, dict) and any(isinstance(value.get(name), str) for name in REFERENCES):
                 return True
             inner = value.values() if isinstance(value, dict) else value
-            todo += [each for each in inner if isinstance(each, dict | list)]
+            todo += [each for each in inner if isinstance(each, CONTAINERS)]
         return False
 
     def _walk(self) -> None:
@@ -117,13 +117,13 @@ class _Document:
             self.num_visited += 1
             if isinstance(value, list):
                 for index, inner in enumerate(value):
-                    if inner and isinstance(inner, dict | list):
+                    if inner and isinstance(inner, CONTAINERS):
                         copied = value[index] = inner.copy()
                         todo.append((copied, (node, index), resource, draft, is_known, is_applied))
                 continue
             resource, draft = self._part(value, node, resource, draft, is_known, is_applied)
             for keyword, inner in value.items():
-                if not inner or not isinstance(inner, dict | list):
+                if not inner or not isinstance(inner, CONTAINERS):
                     continue
                 if keyword in DATA:
                     self._data.append(inner)
@@ -135,7 +135,7 @@ class _Document:
                     todo.append((copied, below, resource, draft, known, applied))
                     continue
                 for name, schema in copied.items():
-                    if schema and isinstance(schema, dict | list):
+                    if schema and isinstance(schema, CONTAINERS):
                         named = copied[name] = schema.copy()
                         todo.append((named, (below, name), resource, draft, known, applied))
 
@@ -194,7 +194,7 @@ class _References:
             if part.is_applied:
                 told = repr(reference[:_MAX_TOLD]) + "…" * (len(reference) > _MAX_TOLD)
                 raise InvalidRequest(f"$ref {told} {error}") from None
-            pointer = f"{self._base}/{self._nothing}/{quote(reference[:_MAX_TOLD], errors='replace')}"
+            pointer = f"{self._base}/{self._nothing}/{quote(reference[:_MAX_TOLD], safe=':/', errors='replace')}"
         self._take_room(len(pointer) - len(reference))
         return pointer
 

@@ -8,6 +8,7 @@ from urllib.parse import unquote
 
 REFERENCES = ("$ref", "$dynamicRef", "$recursiveRef")
 SCHEMAS_BY_NAME = frozenset(("properties", "patternProperties", "$defs", "definitions", "dependentSchemas"))
+CONTAINERS = (dict, list)  # of other values; most values are none, and none of a schema's is looked into in vain
 DATA = frozenset(("enum", "const", "default", "examples", "example"))
 APPLIED = frozenset(  # a schema below them is needed wherever the one around it is
     (
