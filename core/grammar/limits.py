@@ -178,9 +178,7 @@ def _references(value: object) -> Iterator[str]:
     while todo:
         outer = todo.pop()
         if isinstance(outer, dict):
-            for name in REFERENCES:
-                if name in outer and isinstance(outer[name], str):
-                    yield outer[name]
+            yield from (outer[name] for name in REFERENCES if name in outer and isinstance(outer[name], str))
             outer = outer.values()
         elif not isinstance(outer, list):
             continue

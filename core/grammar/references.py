@@ -116,10 +116,9 @@ class _Document:
             value, node, resource, draft, is_known, is_applied = todo.pop()
             self.num_visited += 1
             if isinstance(value, list):
-                for index, inner in enumerate(value):
-                    if inner and isinstance(inner, CONTAINERS):
-                        copied = value[index] = inner.copy()
-                        todo.append((copied, (node, index), resource, draft, is_known, is_applied))
+                for index in [index for index, inner in enumerate(value) if inner and isinstance(inner, CONTAINERS)]:
+                    copied = value[index] = value[index].copy()
+                    todo.append((copied, (node, index), resource, draft, is_known, is_applied))
                 continue
             resource, draft = self._part(value, node, resource, draft, is_known, is_applied)
             for keyword, inner in value.items():
@@ -134,10 +133,9 @@ class _Document:
                 if keyword not in SCHEMAS_BY_NAME or isinstance(copied, list):
                     todo.append((copied, below, resource, draft, known, applied))
                     continue
-                for name, schema in copied.items():
-                    if schema and isinstance(schema, CONTAINERS):
-                        named = copied[name] = schema.copy()
-                        todo.append((named, (below, name), resource, draft, known, applied))
+                for name in [name for name, schema in copied.items() if schema and isinstance(schema, CONTAINERS)]:
+                    named = copied[name] = copied[name].copy()
+                    todo.append((named, (below, name), resource, draft, known, applied))
 
     def _part(
         self, schema: dict[str, Any], node: _Node, resource: _Resource, draft: int, is_known: bool, is_applied: bool
