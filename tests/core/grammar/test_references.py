@@ -16,7 +16,7 @@ from core.grammar.references import MAX_URI_CHARACTERS, MAX_URIS, _Document, as_
 from core.grammar.tool_calls import calls_schema
 from core.grammar.translation import to_grammar
 from core.wire.sampling import StructuredOutput
-from tests.support.json_model import EOS_TOKEN_IDS
+from tests.support.grammar_check import text_checker
 
 DRAFT_4, DRAFT_7 = "http://json-schema.org/draft-04/schema#", "http://json-schema.org/draft-07/schema#"
 ONE, TWO = {"enum": ["one"]}, {"enum": ["two"]}
@@ -73,18 +73,8 @@ SCHEMAS = {
 @pytest.fixture(scope="module")
 def accepts(vocabulary, tokenizer):
     """Return whether a whole text follows a schema."""
-    compiled = {}
-
-    def check(schema, text):
-        output = StructuredOutput(kind="json_schema", value=json.dumps(schema))
-        if output not in compiled:
-            compiled[output] = CompiledGrammar(output, vocabulary)
-        matcher = compiled[output].start()
-        matcher.accept(tokenizer.encode(text).ids)
-        allowed = matcher.allowed()
-        return allowed is not None and bool(allowed[list(EOS_TOKEN_IDS)].all())
-
-    return check
+    follows = text_checker(tokenizer, vocabulary)
+    return lambda schema, text: follows(StructuredOutput(kind="json_schema", value=json.dumps(schema)), text)
 
 
 def call(name, value):

@@ -9,7 +9,6 @@ from tokenizers import Tokenizer
 
 from core.errors import InvalidRequest
 from core.grammar import tool_calls
-from core.grammar.compiled import CompiledGrammar, Vocabulary
 from core.grammar.tool_calls import CallSyntax, form_or_calls
 from core.wire.sampling import StructuredOutput
 from router.openai.requests import ChatCompletionRequest, ChatMessage
@@ -17,7 +16,8 @@ from router.openai.tool_choice import form_or_free_calls, tool_use
 from router.tools.form_or_calls import FormOrCallsParser
 from router.tools.formats import FUNCTIONARY, HERMES, LLAMA3_JSON, MISTRAL, PYTHONIC, ToolFormat
 from router.tools.output import CallArguments, CallStart
-from tests.support.json_model import EOS_TOKEN_IDS, write_json_tokenizer
+from tests.support.grammar_check import text_checker
+from tests.support.json_model import write_json_tokenizer
 from tests.support.tool_pieces import join
 
 WEATHER = {
@@ -98,18 +98,7 @@ def tokenizer(tmp_path_factory):
 @pytest.fixture(scope="module")
 def accepts(tokenizer):
     """Return whether a whole text follows a form."""
-    vocabulary = Vocabulary(tokenizer.to_str(), tokenizer.get_vocab_size(), EOS_TOKEN_IDS)
-    compiled = {}
-
-    def check(output, text):
-        if output not in compiled:
-            compiled[output] = CompiledGrammar(output, vocabulary)
-        matcher = compiled[output].start()
-        matcher.accept(tokenizer.encode(text).ids)
-        allowed = matcher.allowed()
-        return allowed is not None and bool(allowed[list(EOS_TOKEN_IDS)].all())
-
-    return check
+    return text_checker(tokenizer)
 
 
 def both(form, tool_format: ToolFormat, tokenizer, *, is_parallel=True):
