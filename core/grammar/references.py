@@ -39,9 +39,13 @@ _MAX_TOLD = 100  # characters of a reference in a text
 _Node = tuple[Any, str | int] | None  # where a value stands: the node around it, and its name there; None = the document
 
 
-def has_identifiers(schema: Mapping[str, Any]) -> bool:
-    """Return True if a part of a schema may be referred to by another name than its pointer."""
-    return any(part.identifiers for part in _Document(schema).parts)
+def without_identifiers(schema: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a schema as it is, or as ``as_pointers`` has it if a part may be referred to by another name than its pointer.
+
+    Raises: as ``as_pointers``.
+    """
+    document = _Document(schema)
+    return _resolved(document, "#") if any(part.identifiers for part in document.parts) else dict(schema)
 
 
 def as_pointers(schema: Mapping[str, Any], base: str = "#") -> dict[str, Any]:
@@ -54,7 +58,10 @@ def as_pointers(schema: Mapping[str, Any], base: str = "#") -> dict[str, Any]:
         InvalidRequest: a reference that is needed leads to nothing, to one of several parts, or to data that refers to
             something, or has a URI that exceeds a limit; or the pointers make the schema too large.
     """
-    document = _Document(schema)
+    return _resolved(_Document(schema), base)
+
+
+def _resolved(document: _Document, base: str) -> dict[str, Any]:
     references = _References(document, base)
     for part in document.parts:
         reference = part.schema.get("$ref")

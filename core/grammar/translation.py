@@ -16,7 +16,7 @@ from llguidance.gbnf_to_lark import gbnf_to_lark
 
 from core.errors import InvalidRequest
 from core.grammar.limits import StructuralTag, check_limits, parse_choices, parse_schema, parse_tag
-from core.grammar.references import as_pointers, has_identifiers
+from core.grammar.references import without_identifiers
 from core.grammar.schema_keywords import with_schemas
 from core.wire.sampling import StructuredOutput
 
@@ -128,7 +128,7 @@ def _prepared(schema: Mapping[str, Any] | bool) -> dict[str, Any]:
     """
     if isinstance(schema, bool):
         return {} if schema else {"enum": []}
-    prepared: dict[str, Any] = _prepare(as_pointers(schema) if has_identifiers(schema) else dict(schema))
+    prepared: dict[str, Any] = _prepare(without_identifiers(schema))
     return prepared
 
 
