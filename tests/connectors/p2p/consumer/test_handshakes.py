@@ -78,7 +78,7 @@ def test_handshake_that_was_not_sent_fails_all_waiting_loads_at_once(pull, addre
     assert pull.reads_of("d")
 
 
-def test_handshake_that_was_sent_again_or_answered_is_not_given_up_with_the_unsent_one(pull, address):
+def test_handshake_that_was_sent_again_or_answered_is_not_given_up_as_unsent(pull, address):
     pull.start()
     (unsent,) = pull.messages(Handshake)
     pull.disconnect()
